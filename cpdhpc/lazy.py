@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 
 EXTRAS = {  # package -> extra of setup.cfg that installs it
     **dict.fromkeys(("torch", "pydantic", "tomli_w"), "torch"),
@@ -61,6 +62,13 @@ def lazily(
         return sorted({*special, *sys.modules[package].__all__})
 
     return get, names
+
+
+class Late(ModuleType):
+    """A module that is imported once a name of it is used, not where it is named."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(import_module(self.__name__), name)
 
 
 def formerly(former: str, module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

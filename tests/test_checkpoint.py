@@ -28,7 +28,7 @@ from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import STOPPING, catching
 from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.job import MAY_DIFFER, Job, Train, keys_of
+from cpdhpc.lab.train.job import MAY_DIFFER, Job, TrainSettings, keys_of
 from cpdhpc.lab.train.optimizers import OPTIMIZERS
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
@@ -111,7 +111,7 @@ def test_the_page_lists_the_keys_that_may_differ() -> None:
     listed = page.partition("The keys that may differ are")[2].partition("any other is an error")[0]
     tables = {name for name in Job.model_fields if f"`[{name}]`" in listed} - {"train"}
     assert tables == {"loader", "record"}
-    keys = {f"train.{name}" for name in Train.model_fields if f"`{name}`" in listed}
+    keys = {f"train.{name}" for name in TrainSettings.model_fields if f"`{name}`" in listed}
     keys |= {f"{table}.{key}" for table in tables for key in keys_of(table)}
     assert keys == {key for key in MAY_DIFFER if not key.endswith(IMPORT_FROM)}
 

@@ -17,7 +17,8 @@ from cpdhpc.lab.kinds.train import TRAIN
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job, load
-from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import epoch_order, shard
 from cpdhpc.lab.train.setup import prepare

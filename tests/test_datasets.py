@@ -16,7 +16,7 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.lab.train.data import Cifar10, Hdf5, Synthetic, Text, read_digits
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.samples import Dataset, Source
+from cpdhpc.lab.train.samples import Dataset, StreamedData
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
@@ -133,7 +133,7 @@ def write_tables(path: Path, x: np.ndarray, y: np.ndarray) -> None:
         file.create_dataset("below", data=-1 - y)
 
 
-def hdf5_data(directory: Path, **keys: Any) -> Source:
+def hdf5_data(directory: Path, **keys: Any) -> StreamedData:
     rng = np.random.default_rng(3)
     for name, n in (("train", 21), ("test", 6)):
         x = rng.integers(0, 256, (n, 5, 4, 3), np.uint8)

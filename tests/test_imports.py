@@ -20,7 +20,7 @@ from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.train.job import Job, load
-from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.lab.train.samples import MapStyle
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback, Ranks

@@ -19,7 +19,7 @@ from training import finish, model_bytes, prepared, small_data, small_job
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.samples import InMemory, Loader, MapStyle, Prefetched, Source, Workers
+from cpdhpc.lab.train.samples import InMemory, Loader, MapStyle, Prefetched, StreamedData, Workers
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import PHASES
 from cpdhpc.lab.train.training import Training
@@ -49,7 +49,7 @@ def trained(directory: Path, ranks: int = 1, **tables: Any) -> tuple[Training, S
     data, job = small_data(), small_job(**tables)
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     slow = Slow(x, y)
-    source = Source(slow, InMemory(x[:30], y[:30]), (8, 8), 8)
+    source = StreamedData(slow, InMemory(x[:30], y[:30]), (8, 8), 8)
     training = prepared(job, Loopback(ranks), directory, source)
     slow.readers.clear()
     finish(training)
@@ -106,7 +106,7 @@ def test_time_that_ranks_wait_is_less_with_workers(tmp_path: Path) -> None:
         job = small_job(loader=loader, train={"epochs": 1, "batch": 10})
         data = small_data()
         x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
-        source = Source(Slower(x, y), InMemory(x[:9], y[:9]), (8, 8), 8)
+        source = StreamedData(Slower(x, y), InMemory(x[:9], y[:9]), (8, 8), 8)
         (tmp_path / name).mkdir()
         training = prepare(job, Loopback(1), source, Files.of(tmp_path / name, job))
         training.model.__class__ = Busy

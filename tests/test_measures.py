@@ -15,8 +15,8 @@ from cpdhpc.lab.precision.measures import (
     SCALINGS,
     UNKNOWN,
     WAYS,
-    Error,
-    Way,
+    ErrorNorms,
+    SumWay,
     error,
     exponents,
     product_error,
@@ -114,7 +114,7 @@ def test_errors_are_those_of_fractions():
     assert found.relative == pytest.approx(math.sqrt(square), rel=300 * 2.0**-52)
     assert found.largest == float(max(map(abs, wrong)) / max(map(abs, whole)))
     assert found.snr_db == pytest.approx(-10 * math.log10(square), abs=1e-11)
-    assert error(x, x) == Error(0.0, 0.0) and error(x, x).snr_db == math.inf
+    assert error(x, x) == ErrorNorms(0.0, 0.0) and error(x, x).snr_db == math.inf
     # Squares that float64 cannot hold.
     huge = np.array([3e200, 4e200])
     assert error(2 * huge, huge).relative == pytest.approx(1.0, rel=2.0**-50)
@@ -129,7 +129,7 @@ def test_sums_are_those_of_training():
         assert sum_error(whole, "e4m3", way, "aps").relative == 0, way
     x = [spread(1040, seed, 3) for seed in range(8)]
     ring, gather = (
-        sum_error(x, "e4m3", Way(name, accumulate), "tile").relative
+        sum_error(x, "e4m3", SumWay(name, accumulate), "tile").relative
         for name, accumulate in (("ring", "requantise"), ("gather", "float32"))
     )
     contributions = [rounded(each, Cast(parse_format("e4m3")), "tile").values for each in x]

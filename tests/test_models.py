@@ -15,7 +15,7 @@ from cpdhpc.config import ConfigError, validate
 from cpdhpc.lab.train import blocks
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.models import MODELS
-from cpdhpc.lab.train.samples import InMemory, Source
+from cpdhpc.lab.train.samples import InMemory, StreamedData
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
@@ -247,17 +247,17 @@ def test_the_transformer_knows_places() -> None:
 
 def test_rows_have_the_values_of_all_channels() -> None:
     x = torch.arange(24.0).reshape(1, 2, 3, 4)
-    rows = blocks.Rows()(x)
+    rows = blocks.ImageRows()(x)
     assert rows[0, 1].tolist() == [*range(4, 8), *range(16, 20)]
-    assert torch.equal(blocks.Rows()(x[:, 0]), x[:, 0])
+    assert torch.equal(blocks.ImageRows()(x[:, 0]), x[:, 0])
 
 
-def text(samples: int = 60, time: int = 10, dtype: Any = np.int64) -> Source:
+def text(samples: int = 60, time: int = 10, dtype: Any = np.int64) -> StreamedData:
     """Counting modulo 7 from anywhere."""
     counted = (np.random.default_rng(0).integers(0, 7, (samples, 1)) + np.arange(time + 1)) % 7
     x, y = torch.from_numpy(counted[:, :-1].astype(dtype)), torch.from_numpy(counted[:, 1:])
     parts = [InMemory(x[part], y[part]) for part in (slice(0, 40), slice(40, None))]
-    return Source(*parts, (time,), 7)
+    return StreamedData(*parts, (time,), 7)
 
 
 def trained(name: str, directory: Path, **train: Any) -> Training:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from every import every
 
-from cpdhpc.lab.report.points import Factors, Layout, label
+from cpdhpc.lab.report.points import Facets, Factors, label
 
 
 @every(
@@ -34,7 +34,7 @@ def test_rates_that_optimizers_decide_have_no_panels_of_their_own(several: bool)
         for batch in (32, 256)
     ]
     groups: Any = [SimpleNamespace(factors=each, ranks=1) for each in factors]
-    layout = Layout.of(cast(Any, SimpleNamespace(weak=(), over="ranks")), groups, ())
+    layout = Facets.of(cast(Any, SimpleNamespace(weak=(), over="ranks")), groups, ())
     rate = ["train.learning_rate"]
     assert sorted(layout.panels) == ["train.batch", *(rate if several else [])]
     assert sorted(layout.lines) == ["optimizer.name", *([] if several else rate)]
@@ -42,5 +42,5 @@ def test_rates_that_optimizers_decide_have_no_panels_of_their_own(several: bool)
 
 def test_baselines_beyond_those_with_a_style_of_their_own_have_one_in_order() -> None:
     factors = [{"operation": f"sum {i}", "algorithm": "mpi"} for i in range(9)]
-    layout = Layout.named([], ["operation"], (), factors)
+    layout = Facets.named([], ["operation"], (), factors)
     assert [*layout.styles] == [f"sum {i}" for i in (4, 5, 6, 7, 8, 0, 1, 2, 3)]

@@ -16,7 +16,7 @@ from cpdhpc.lab.train import gradients
 from cpdhpc.lab.train import job as jobs
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import Trainer
-from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.torch.precision.recorder import Recorder
 from cpdhpc.torch.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
 from cpdhpc.torch.reducer import GradientReducer

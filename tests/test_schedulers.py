@@ -20,7 +20,7 @@ from cpdhpc.config import ConfigError
 from cpdhpc.lab.schedulers import SCHEDULERS, current
 from cpdhpc.lab.schedulers.base import JobState, NoAnswer, Refusal, SchedulerError
 from cpdhpc.lab.study import submit as module
-from cpdhpc.lab.study.folder import RECORD, Folder, Job, recorded
+from cpdhpc.lab.study.folder import RECORD, Folder, SubmittedJob, recorded
 from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.status import look
 from cpdhpc.lab.study.submit import cancel, submit, unfinished
@@ -41,7 +41,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
 
-def submitted(name: str, said: list[str] | None = None) -> list[Job]:
+def submitted(name: str, said: list[str] | None = None) -> list[SubmittedJob]:
     said = [] if said is None else said
     return submit(STUDY, FOLDER, Site(scheduler=name), said.append).jobs
 
@@ -59,20 +59,23 @@ def becomes(number: int, index: int | None, state: str, code: int | None = None)
     queues.keep(found)
 
 
-ARRAYS = [Job(10, "demo-1x2", {0: 0, 1: 1}), Job(11, "demo-2x2-from2", {2: 0, 3: 1})]
+ARRAYS = [
+    SubmittedJob(10, "demo-1x2", {0: 0, 1: 1}),
+    SubmittedJob(11, "demo-2x2-from2", {2: 0, 3: 1}),
+]
 JOBS = {
-    "pbs": [*ARRAYS, Job(12, "demo-collect", {})],
+    "pbs": [*ARRAYS, SubmittedJob(12, "demo-collect", {})],
     "lsf": [
-        Job(10, "demo-1x2", {0: 1, 1: 2}),
-        Job(11, "demo-2x2", {2: 3, 3: 4}),
-        Job(12, "demo-collect", {}),
+        SubmittedJob(10, "demo-1x2", {0: 1, 1: 2}),
+        SubmittedJob(11, "demo-2x2", {2: 3, 3: 4}),
+        SubmittedJob(12, "demo-collect", {}),
     ],
     "flux": [
-        Job(10, "demo-1x2", {0: 0}),
-        Job(11, "demo-1x2-from1", {1: 0}),
-        Job(12, "demo-2x2-from2", {2: 0}),
-        Job(13, "demo-2x2-from3", {3: 0}),
-        Job(14, "demo-collect", {}),
+        SubmittedJob(10, "demo-1x2", {0: 0}),
+        SubmittedJob(11, "demo-1x2-from1", {1: 0}),
+        SubmittedJob(12, "demo-2x2-from2", {2: 0}),
+        SubmittedJob(13, "demo-2x2-from3", {3: 0}),
+        SubmittedJob(14, "demo-collect", {}),
     ],
 }
 WAITING = {  # what the job that collects, and with a throttle an array, wait for
@@ -124,7 +127,7 @@ def test_what_is_lacking_goes_in_again(name: str) -> None:
     first = max(each.number for each in JOBS[name]) + 1
     index = {"pbs": 0, "lsf": 4, "flux": 0}[name]
     title = "demo-2x2" if name == "lsf" else "demo-2x2-from3"
-    assert (job, collects.number) == (Job(first, title, {3: index}), first + 1)
+    assert (job, collects.number) == (SubmittedJob(first, title, {3: index}), first + 1)
     assert look(STUDY, FOLDER).counts == {"finished": 3, "pending": 1}
 
 

@@ -34,9 +34,9 @@ from cpdhpc.lab.precision.evidence import (
     NOT_MEASURED,
     RAW,
     WITHIN,
-    Asked,
     Evidence,
-    Place,
+    SearchPlace,
+    SearchTarget,
     Trial,
     _worth,
     asked_of,
@@ -49,7 +49,7 @@ from cpdhpc.lab.train import progress
 from cpdhpc.lab.train.command import Trainer
 from cpdhpc.lab.train.gradients import load
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.lab.train.samples import epoch_order
 from cpdhpc.lab.train.setup import build_model
 from cpdhpc.torch.precision.conversion import convert
@@ -76,7 +76,7 @@ telemetry_every = 1000
 """
 
 
-def asked(directory: Path, *words: str, job: str = JOB) -> Asked:
+def asked(directory: Path, *words: str, job: str = JOB) -> SearchTarget:
     path = directory / "job.toml"
     path.write_text(job)
     parser = argparse.ArgumentParser()
@@ -84,16 +84,16 @@ def asked(directory: Path, *words: str, job: str = JOB) -> Asked:
     return asked_of(parser.parse_args([str(path), *words]), [], 1)
 
 
-def layer(name: str, size: int, *errors: float) -> Place:
+def layer(name: str, size: int, *errors: float) -> SearchPlace:
     formats = (RAW, "e5m10", "e4m3", "e3m2", "e3m0", "e2m0")[: len(errors) + 1]
-    return Place(name, (size,), -20, 0, formats, (0.0, *errors))
+    return SearchPlace(name, (size,), -20, 0, formats, (0.0, *errors))
 
 
 class Fake(Search):
     """A search whose trainings lose what errors say: nothing is trained or written."""
 
-    def __init__(self, layers: tuple[Place, ...], budget: float, most: int = 1000) -> None:
-        self.asked = Asked([], budget, None, most, 0)
+    def __init__(self, layers: tuple[SearchPlace, ...], budget: float, most: int = 1000) -> None:
+        self.asked = SearchTarget([], budget, None, most, 0)
         self.evidence = Evidence("", layers)
         self.budget = budget
 
@@ -159,7 +159,7 @@ def test_bits_are_those_that_travel_beside_other_layers() -> None:
         before = world.bytes_sent.copy()
         method.aggregate(rows, bucket, Context(world, State(world.hosted, world.ranks)))
         sent[wire] = 8 * float((world.bytes_sent - before).mean())  # 2 (p - 1) / p is 1
-    place = Place("a", (200, 8), 0, 0, (RAW,), (0.0,))
+    place = SearchPlace("a", (200, 8), 0, 0, (RAW,), (0.0,))
     for wire, bits in sent.items():  # but for a shift a tile, and what tells layers apart
         found = place.bits(wire) - place.bits("e2m0")
         assert bits - sent["e2m0"] == pytest.approx(found, abs=8 * 64)
@@ -173,7 +173,7 @@ def test_bits_of_a_mixture_are_what_travels() -> None:
     rows = [np.ones(bucket.size, np.float32)] * 2
     method.aggregate(rows, bucket, Context(world, State(world.hosted, world.ranks)))
     sizes = {"a": (72,), "b": (8, 8), "c": (1290,)}
-    of = Evidence("", tuple(Place(n, s, 0, 0, (RAW,), (0.0,)) for n, s in sizes.items()))
+    of = Evidence("", tuple(SearchPlace(n, s, 0, 0, (RAW,), (0.0,)) for n, s in sizes.items()))
     counted = of.widths(formats)["wire"] * 1378
     # but for a shift a tile, and what ranks tell each other
     assert counted == pytest.approx(8 * float(world.bytes_sent.mean()), abs=8 * 64)
@@ -182,7 +182,7 @@ def test_bits_of_a_mixture_are_what_travels() -> None:
 def test_bits_have_one_measure_in_table_shares_and_history(tmp_path: Path) -> None:
     """float32 everywhere travels as it is, without tiles: 32 bits a value, shares by values."""
     sizes = {"conv": (36, 4), "norm": (4, 4), "fc": (384,), "out": (60, 10)}
-    places = tuple(Place(n, s, 0, 0, (RAW, "e4m3"), (0.0, 0.1)) for n, s in sizes.items())
+    places = tuple(SearchPlace(n, s, 0, 0, (RAW, "e4m3"), (0.0, 0.1)) for n, s in sizes.items())
     float32, narrow = (RAW,) * 4, ("e4m3",) * 4
     rows = [(float32, 6104.0), (narrow, 11355.0), ((*narrow[:3], RAW), 12000.0)]
     trials = tuple(Trial(f, (0,), "x", (50.0,), sent, 0.0, WITHIN) for f, sent in rows)
@@ -279,7 +279,7 @@ class Killed(BaseException):
     """As if by SIGKILL: nobody catches it."""
 
 
-def searched(directory: Path, of: Asked, resume: bool = False) -> Evidence:
+def searched(directory: Path, of: SearchTarget, resume: bool = False) -> Evidence:
     search = Search(of, directory, Trainer(World(), Caught(), quiet=True), resume)
     search.run()
     return Evidence.read(directory / searching.FILE)
@@ -469,7 +469,7 @@ def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path
     assert not no_numbers(report.tables)
 
 
-def error_of(policy: Policy, of: Asked, out: Path, seed: int) -> float:
+def error_of(policy: Policy, of: SearchTarget, out: Path, seed: int) -> float:
     """Of the mean gradient, by plain torch at what the run in float32 of a seed has recorded."""
     squares = []
     recorded = load_recording(out / searching.RUNS / f"job-float32-s{seed}.recording.h5")

@@ -14,8 +14,8 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged
-from cpdhpc.lab.train.pipeline import Filter, Wire, balanced, cut
+from cpdhpc.lab.train.losses import Diverged
+from cpdhpc.lab.train.pipeline import Filter, StageWire, balanced, cut
 from cpdhpc.lab.train.samples import epoch_order
 from cpdhpc.lab.train.stages import Stages
 from cpdhpc.lab.train.training import Training
@@ -302,7 +302,7 @@ def test_filters_take_means_and_their_transpose_spreads() -> None:
 def test_wires_carry_values_and_nan() -> None:
     x = torch.tensor([[1.0, -0.5, 3.0, 0.0]])
     for name in ("raw", "bf16", "e4m3", "int8", "mxfp8"):
-        wire = Wire(name)
+        wire = StageWire(name)
         assert wire.encode(x).size == wire.size_bytes(4)
         assert wire.decode(wire.encode(x), (1, 4)).equal(x)
         damaged = torch.tensor([[1.0, torch.nan]])

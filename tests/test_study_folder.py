@@ -22,7 +22,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands import COMMANDS
 from cpdhpc.lab.study.cases import batches, expand, load_study
 from cpdhpc.lab.study.collect import collect, find
-from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.lab.study.folder import Folder, FolderError, SubmittedJob, record, recorded
 from cpdhpc.lab.study.run_here import measure
 from cpdhpc.lab.study.status import states
 from cpdhpc.lab.study.submit import extend, unfinished
@@ -82,7 +82,7 @@ def test_more_levels_in_a_folder(tmp_path: Path, fake_slurm: Slurm) -> None:
     finished = fill(folder, study, expand(study).cases[:3])
     before = contents(folder)
     Claim("elsewhere", 1, "7", "today", 0, "stopped")._write(folder.claim_file(0))
-    record(folder, Job(7, "small-1x1", {0: 0}))
+    record(folder, SubmittedJob(7, "small-1x1", {0: 0}))
     fake_slurm.knows(7, "small-1x1", {0: ("PENDING", 0, "None")})
     for other, says in (
         (larger, "job 7 waits or runs: wait, or study cancel"),

@@ -16,7 +16,7 @@ from cpdhpc.lab.kinds.base import Measure
 from cpdhpc.lab.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.site import Site, array_script, arrays, minutes
-from cpdhpc.lab.study.spec import Constraint, Run, Study
+from cpdhpc.lab.study.spec import Constraint, JobBundles, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 
@@ -361,7 +361,7 @@ def test_the_page_names_every_key_and_default() -> None:
     page = (ROOT / "docs" / "reference" / "studies.md").read_text()
     for name in Study.model_fields:
         assert f"`{name}`" in page or f"`[{name}]`" in page or f"`[[{name}]]`" in page, name
-    for section in (Measure, Run):
+    for section in (Measure, JobBundles):
         for name, field in section.model_fields.items():
             (row,) = [
                 line for line in page.splitlines() if re.match(rf"\| [^|]*`{name}`[^|]* \|", line)

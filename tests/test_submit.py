@@ -17,10 +17,10 @@ from cpdhpc.lab.schedulers import calls
 from cpdhpc.lab.schedulers import slurm as queue
 from cpdhpc.lab.schedulers.base import NoAnswer, SchedulerError
 from cpdhpc.lab.study import submit as module
-from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.lab.study.folder import Folder, FolderError, SubmittedJob, record, recorded
 from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study.status import State, endings, look, states, tail, with_jobs
+from cpdhpc.lab.study.status import CaseState, endings, look, states, tail, with_jobs
 from cpdhpc.lab.study.submit import cancel, submit
 from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import write_result
@@ -50,7 +50,7 @@ def finish(case: Case) -> None:
     write_result(FOLDER.case_file(case), case, some_result())
 
 
-def submitted(said: list[str] | None = None) -> list[Job]:
+def submitted(said: list[str] | None = None) -> list[SubmittedJob]:
     said = [] if said is None else said
     return submit(STUDY, FOLDER, Site(), said.append).jobs
 
@@ -69,9 +69,9 @@ def test_all_goes_in_array_by_array(fake_slurm: Slurm) -> None:
         f"--parsable --dependency=afterany:10:11 {here}/collect.sbatch",
     ]
     assert recorded(FOLDER) == [
-        Job(10, "demo-1x2", {0: 0, 1: 1}),
-        Job(11, "demo-2x2", {2: 2, 3: 3}),
-        Job(12, "demo-collect", {}),
+        SubmittedJob(10, "demo-1x2", {0: 0, 1: 1}),
+        SubmittedJob(11, "demo-2x2", {2: 2, 3: 3}),
+        SubmittedJob(12, "demo-collect", {}),
     ]
     assert f"{SCRIPTS}/2x2.sbatch: sbatch: Job 1 to start at noon" in said
     assert FOLDER.study() == STUDY
@@ -294,7 +294,7 @@ def test_another_study_in_the_folder(fake_slurm: Slurm) -> None:
         submit(other, FOLDER, Site(), print)
 
 
-def status() -> list[State]:
+def status() -> list[CaseState]:
     """Where the cases stand, in the order of their batches."""
     jobs = recorded(FOLDER)
     said = queue.states(job.number for job in jobs)
@@ -492,7 +492,7 @@ def test_a_record_that_is_none(fake_slurm: Slurm, text: str) -> None:
 
 def test_the_record_is_kept_whole(fake_slurm: Slurm) -> None:
     FOLDER.prepare(STUDY)
-    jobs = [Job(1, "a", {5: 0, 6: 1}), Job(2, "b", {})]
+    jobs = [SubmittedJob(1, "a", {5: 0, 6: 1}), SubmittedJob(2, "b", {})]
     for job in jobs:
         record(FOLDER, job)
     assert recorded(FOLDER) == jobs

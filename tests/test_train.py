@@ -30,8 +30,7 @@ from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import _check_ranks
-from cpdhpc.lab.train.loop import Diverged
-from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
+from cpdhpc.lab.train.losses import Accuracy, CrossEntropy, Diverged
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.lab.train.samples import InMemory
 from cpdhpc.lab.train.step import backward, evaluate, exchange, step

@@ -18,9 +18,9 @@ from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.commands.report import compare_files, report
 from cpdhpc.lab.verify import exact, speed
-from cpdhpc.lab.verify.base import Found, Place, Ratio
+from cpdhpc.lab.verify.base import CheckPlace, CheckResult, Ratio
 from cpdhpc.lab.verify.pages import verify_report
-from cpdhpc.lab.verify.results import FAILED, NOT_RUN, RIGHT, WRONG, Results, Row, joined, read
+from cpdhpc.lab.verify.results import FAILED, NOT_RUN, RIGHT, WRONG, CheckRow, Results, joined, read
 from cpdhpc.lab.verify.run import CHECKS, planned
 from cpdhpc.lab.verify.watch import Outcome
 from cpdhpc.ops import cpu, reference
@@ -192,7 +192,7 @@ KERNELS = ("formats of 8 bits", "wider formats", "tiles", "sums of integers", "p
 
 
 def place(device: str = "cpu") -> Any:
-    return Place(None, True, device, device, False)  # type: ignore[arg-type]
+    return CheckPlace(None, True, device, device, False)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_a_changed_result_of_a_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_training_on_the_gpu_has_numpys_bits() -> None:
     with card():
         world = World()
-        found = CHECKS["training"].run(Place(world, True, "gpu", "gpu", False))
+        found = CHECKS["training"].run(CheckPlace(world, True, "gpu", "gpu", False))
         world.free()
     assert found.counted and not found.wrong and not found.not_run
 
@@ -286,7 +286,7 @@ def test_all_codes_of_8_bits_are_there() -> None:
 
 
 def test_what_ranks_say_becomes_one_row() -> None:
-    right, wrong = Outcome(Found(3)), Outcome(Found(3, ["a"]))
+    right, wrong = Outcome(CheckResult(3)), Outcome(CheckResult(3, ["a"]))
     waited = Outcome(None, "did not end within 9 s, at x.py:1", left=True, waited=True)
     error = Outcome(None, "ValueError: no, at y.py:2", left=True)
     assert joined({0: right, 1: right}, []) == (RIGHT, ())
@@ -294,18 +294,20 @@ def test_what_ranks_say_becomes_one_row() -> None:
     status, said = joined({0: waited, 1: error}, [])
     assert status == FAILED and said[0].startswith("rank 1: ValueError")  # the cause comes first
     assert joined({0: waited}, [1])[1][0] == "rank 1: hangs, and is excluded"
-    none = Outcome(Found(not_run="no torch"))
+    none = Outcome(CheckResult(not_run="no torch"))
     assert joined({0: none, 1: right}, []) == (NOT_RUN, ("no torch",))
-    nothing = Outcome(Found())
+    nothing = Outcome(CheckResult())
     assert joined({0: nothing, 1: nothing}, []) == (NOT_RUN, ("nothing was compared",))
-    assert joined({0: Outcome(Found(facts={"GPU": "none"}))}, []) == (RIGHT, ())
+    assert joined({0: Outcome(CheckResult(facts={"GPU": "none"}))}, []) == (RIGHT, ())
 
 
 def some(value: float = 2.0) -> Results:
     results = Results("Verification on 2 ranks", 3, {"hosts": "a a"})
-    results.add(Row("one", "speed", "what", "cpu", RIGHT, 7, 0.1), Found(facts={"GPU": "none"}))
+    results.add(
+        CheckRow("one", "speed", "what", "cpu", RIGHT, 7, 0.1), CheckResult(facts={"GPU": "none"})
+    )
     ratio = Ratio("copy", "memcpy", "cpu", 64, [1.0, 1.5], [value], 0.5, float("inf"), "do that")
-    results.add(Row("two", "speed", "what", "gpu", NOT_RUN, 0, 0.0, ("no GPU",)), None)
+    results.add(CheckRow("two", "speed", "what", "gpu", NOT_RUN, 0, 0.0, ("no GPU",)), None)
     results.ratios.append(ratio)
     results.arrays = {f"links: {name}": np.array(values) for name, values in {
         "pairs": [[0, 1], [0, 2], [1, 2]], "bytes": [8, 64], "times_s": [[1e-6, 2e-6]] * 3,
@@ -319,7 +321,9 @@ def test_the_verdict_is_one_line() -> None:
         "RIGHT: 1 check, 7 comparisons, 1 not run, 0 of 1 speed outside what is expected"
     )
     assert "1 of 1 speed outside" in some(0.1).verdict and some(0.1).right
-    results.add(Row("three", "exactness", "what", "cpu", WRONG, 3, 0.1, ("rank 1: bits",)), None)
+    results.add(
+        CheckRow("three", "exactness", "what", "cpu", WRONG, 3, 0.1, ("rank 1: bits",)), None
+    )
     assert results.verdict.startswith("WRONG: 1 of 2 checks: three: rank 1: bits")
     results.ended = "rank 1 died in four"
     assert results.verdict.startswith("WRONG: rank 1 died in four; 3 of 3 checks done")

@@ -28,7 +28,7 @@ from cpdhpc.lab.bench.machine import write as write_machine
 from cpdhpc.lab.claim import Claim, ClaimError, alone, read_claim
 from cpdhpc.lab.report import other_files
 from cpdhpc.lab.study.cases import load_study
-from cpdhpc.lab.study.folder import Folder, Job, record, recorded
+from cpdhpc.lab.study.folder import Folder, SubmittedJob, record, recorded
 from cpdhpc.lab.study.site import Site, load_site
 from cpdhpc.lab.study.status import tail
 from cpdhpc.store import StoreError
@@ -157,7 +157,7 @@ def test_locks_and_logs_are_files_of_that_name_alone(tmp_path: Path, kind: str) 
 
 
 # Batches 9 and 10, whose order differs as numbers and as the keys of JSON.
-JOBS = [Job(10, "demo-1x2", {9: 0, 10: 1}), Job(12, "demo-collect", {})]
+JOBS = [SubmittedJob(10, "demo-1x2", {9: 0, 10: 1}), SubmittedJob(12, "demo-collect", {})]
 CLAIM = Claim("here", 12, "7", "today", 3, "stopped")
 
 
@@ -220,7 +220,7 @@ def test_files_without_a_digest_are_taken_as_they_are(tmp_path: Path) -> None:
     """Of older versions, and written by hand; and a sealed one that was changed says what to do."""
     row = {"number": 10, "name": "a", "batches": {"3": 0}}
     (tmp_path / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": [row]}))
-    assert recorded(Folder(tmp_path)) == [Job(10, "a", {3: 0})]
+    assert recorded(Folder(tmp_path)) == [SubmittedJob(10, "a", {3: 0})]
     path = tmp_path / "site.toml"
     path.write_text('partition = "small"\n')
     assert load_site(path).partition == "small"

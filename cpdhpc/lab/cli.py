@@ -8,16 +8,30 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..lazy import to_install
+from ..errors import UserError
+from ..lazy import Late, to_install
 from .commands import Command
 from .commands.parsing import USER_ERROR, parser, refuse, started_by_mpirun
+from .signals import (
+    INTERRUPTED,
+    Interrupted,
+    let_interrupt_end,
+    outlive_readers,
+    raising_interrupt,
+)
 
 if TYPE_CHECKING:
+    from ..world import ending, mpi, timeline
     from ..world.mpi import World
+    from . import settings
+else:
+    ending, mpi, timeline = (Late(f"cpdhpc.world.{name}") for name in ("ending", "mpi", "timeline"))
+    settings = Late("cpdhpc.lab.settings")
 
 TIMEOUT_S = 600.0  # of every wait for other processes
 
@@ -27,8 +41,6 @@ def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
 
     Paths may differ: commands compare the contents of their files.
     """
-    from ..config import UserError
-
     given = {k: repr(v) for k, v in vars(arguments).items() if not isinstance(v, Path | Command)}
     everyone = world.gather(given, "arguments")
     for process, other in enumerate(everyone):
@@ -43,17 +55,30 @@ def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
 
 def _traced(command: Command, arguments: argparse.Namespace, world: World) -> int:
     """Run a command, and write a timeline of it if that is asked for. Collective."""
-    from ..world.timeline import traced
-    from .settings import check_file
-
     path: Path | None = arguments.trace
     if path is not None:
-        world.on_first(partial(check_file, path, "--trace"))
-    with traced(world, path):
+        world.on_first(partial(settings.check_file, path, "--trace"))
+    with timeline.traced(world, path):
         status = command.run(arguments, world)
     if path is not None and world.process == 0:
         print(f"trace: {path}")
     return status
+
+
+@dataclass
+class _Ranks:
+    """The processes of this command; world: None before it is made, or if there are no others."""
+
+    world: World | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.world is None or self.world.processes == 1
+
+    @property
+    def name(self) -> str:
+        """The prefix of an error of this process."""
+        return "" if self.world is None else f"rank {self.world.hosted.start} | "
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,74 +89,73 @@ def main(argv: list[str] | None = None) -> int:
     signal has stopped, after it wrote its checkpoint, has its own status.
     """
     try:
-        from ..config import UserError
-        from .signals import (
-            INTERRUPTED,
-            Interrupted,
-            let_interrupt_end,
-            outlive_readers,
-            raising_interrupt,
-        )
+        from .. import config  # noqa: F401 - all commands need what it does
     except ModuleNotFoundError as error:
         return refuse(to_install(error, "lab") or str(error))
-
-    is_program = argv is None
-    if is_program:
-        let_interrupt_end()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
-            sys.stdout.reconfigure(errors="replace")
-        # A warning is one line, without its place in the source.
-        warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
-    argv = sys.argv[1:] if argv is None else argv
-    world, wrong, timeout_s = None, None, TIMEOUT_S
+    ranks = _Ranks()
+    if argv is None:
+        _begin_program()
     try:
-        try:
-            arguments = parser(argv).parse_args(argv)
-            command: Command = arguments.run
-            # --watch ends if nobody reads its output any more.
-            if is_program and getattr(arguments, "watch", None) is None:
-                outlive_readers()
-        except UserError as error:  # under mpirun maybe on some processes only
-            if started_by_mpirun() == 1:
-                raise
-            wrong = error
-        if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
-            raise UserError(
-                f"{' '.join(argv[:2])}: calls mpirun itself: start one copy of it, not {copies}"
-            )
-        if wrong is None and not command.on_ranks:
-            with raising_interrupt():
-                return command.run(arguments)
-        from ..world.mpi import World
-
-        if wrong is None:
-            timeout_s = arguments.timeout or TIMEOUT_S
-        world = World(timeout_s=timeout_s)
-        world.agree(wrong, of_call=True)
-        _check_same_options(arguments, world)
-        return _traced(command, arguments, world)
+        return _run(ranks, sys.argv[1:] if argv is None else argv, is_program=argv is None)
     except Interrupted as stop:
         return stop.status
     except UserError as error:
-        return refuse(str(error), shown=world is None or world.process == 0)
+        return refuse(str(error), shown=ranks.world is None or ranks.world.process == 0)
     except BrokenPipeError:  # the reader of the output, for example head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        if world is not None and world.processes > 1:  # the others wait for this process
-            from ..world.ending import abort_job
-
-            abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
+        if not ranks.alone:  # the others wait for this process
+            ending.abort_job(f"{ranks.name}interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        cause = to_install(error, "lab") if isinstance(error, ImportError) else None
-        if isinstance(error, MemoryError):
-            cause = f"not enough memory: {error}"
-        if cause is not None and (world is None or world.processes == 1):
-            return refuse(cause)
-        from ..world.ending import abort_job
+        return _end(error, ranks)
 
-        if cause is not None:
-            abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
-        rank = "" if world is None else f"rank {world.hosted.start} | "
-        abort_job(rank + traceback.format_exc())
+
+def _begin_program() -> None:
+    """Set up signals, output and warnings of a program, as opposed to a call of main."""
+    let_interrupt_end()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
+        sys.stdout.reconfigure(errors="replace")
+    # A warning is one line, without its place in the source.
+    warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
+
+
+def _run(ranks: _Ranks, argv: list[str], is_program: bool) -> int:
+    """Run a command; under mpirun a wrong command line is an error of all processes."""
+    wrong, timeout_s = None, TIMEOUT_S
+    try:
+        arguments = parser(argv).parse_args(argv)
+        command: Command = arguments.run
+        # --watch ends if nobody reads its output any more.
+        if is_program and getattr(arguments, "watch", None) is None:
+            outlive_readers()
+    except UserError as error:  # under mpirun maybe on some processes only
+        if started_by_mpirun() == 1:
+            raise
+        wrong = error
+    if wrong is None:
+        if command.starts_mpi and (copies := started_by_mpirun()) > 1:
+            raise UserError(
+                f"{' '.join(argv[:2])}: calls mpirun itself: start one copy of it, not {copies}"
+            )
+        if not command.on_ranks:
+            with raising_interrupt():
+                return command.run(arguments)
+        timeout_s = arguments.timeout or TIMEOUT_S
+    ranks.world = world = mpi.World(timeout_s=timeout_s)
+    world.agree(wrong, of_call=True)
+    _check_same_options(arguments, world)
+    return _traced(command, arguments, world)
+
+
+def _end(error: Exception, ranks: _Ranks) -> int:
+    """Return the status for an error that the user can correct; for others end the job."""
+    cause = to_install(error, "lab") if isinstance(error, ImportError) else None
+    if isinstance(error, MemoryError):
+        cause = f"not enough memory: {error}"
+    if cause is not None and ranks.alone:
+        return refuse(cause)
+    if cause is not None:
+        ending.abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
+    ending.abort_job(ranks.name + traceback.format_exc())

@@ -242,7 +242,7 @@ OUTLINE: Style = {"edgecolor": "black", "fill": False}
 DASHED: Style = {**OUTLINE, "linewidth": 2.4, "linestyle": "--"}  # of the window
 
 
-class Part(NamedTuple):
+class WindowPart(NamedTuple):
     """Cells of the window that show those of a rank; beyond: where the domain has ended."""
 
     box: Box
@@ -250,11 +250,11 @@ class Part(NamedTuple):
     beyond: bool
 
 
-def parts_of(windows: Windows, rank: int) -> Iterator[Part]:
+def parts_of(windows: Windows, rank: int) -> Iterator[WindowPart]:
     """Yield the parts of a rank's window, but for what is filled."""
     for owner in windows.owners(rank):
         for piece in windows.pieces(owner, rank):
-            yield Part(piece.target, owner, not piece.is_itself)
+            yield WindowPart(piece.target, owner, not piece.is_itself)
 
 
 def colours_of(boxes: Sequence[Box]) -> list[str]:

@@ -148,11 +148,11 @@ def check_file(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: is a directory: must be a file in one")
 
 
-def check_picture(path: Path, option: str) -> None:
-    """Raise UserError if no picture can be written at a path, or if its ending is of no picture."""
+def check_picture(path: Path) -> None:
+    """Raise UserError if no picture of --png can be written, or if its ending is of none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    check_file(path, option)
+    check_file(path, "--png")
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
-        raise UserError(f"{option} {path}: must end in one of .{', .'.join(known)}")
+        raise UserError(f"--png {path}: must end in one of .{', .'.join(known)}")

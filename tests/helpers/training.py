@@ -22,7 +22,7 @@ from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.samples import Dataset, Source
+from cpdhpc.lab.train.samples import Dataset, StreamedData
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Ranks
@@ -60,7 +60,7 @@ def small_data(seed: int = 0) -> Dataset:
 
 
 def prepared(
-    job: Job, world: Ranks, place: Path | Files, data: Dataset | Source | None = None
+    job: Job, world: Ranks, place: Path | Files, data: Dataset | StreamedData | None = None
 ) -> Training:
     """A run that is about to begin, on the small data or others; place: its directory or files."""
     files = place if isinstance(place, Files) else Files.of(place, job)
@@ -104,7 +104,7 @@ def run_job(
     job: Job,
     world: Ranks,
     place: Path | Files,
-    data: Dataset | Source | None = None,
+    data: Dataset | StreamedData | None = None,
     *,
     resume: bool = False,
 ) -> Training:

@@ -25,7 +25,7 @@ from cpdhpc.collectives import schedules
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.lab import cli
 from cpdhpc.lab.verify import run as verify_run
-from cpdhpc.lab.verify.base import Found, Place
+from cpdhpc.lab.verify.base import CheckPlace, CheckResult
 from cpdhpc.ops import cpu
 from cpdhpc.world import gpu_messages
 
@@ -74,7 +74,7 @@ def in_check(name: str, fault: Callable[[], object]) -> Any:
     """Return a patch of a check, which begins with a fault."""
     row = verify_run.CHECKS[name]
 
-    def run(place: Place) -> Found:
+    def run(place: CheckPlace) -> CheckResult:
         fault()
         return row.run(place)
 

@@ -11,7 +11,7 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.lab.train.samples import Dataset
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.mpi import World

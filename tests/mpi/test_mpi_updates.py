@@ -23,7 +23,8 @@ from cpdhpc.lab.signals import Interrupted, catching
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import train
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.losses import Diverged
 from cpdhpc.lab.train.models import MODELS, Model
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import Dataset

@@ -11,7 +11,7 @@ from training import ROOT, ran
 
 from cpdhpc.config import dump_toml
 from cpdhpc.lab.schedulers import slurm as queue
-from cpdhpc.lab.study.folder import Folder, Job, recorded
+from cpdhpc.lab.study.folder import Folder, SubmittedJob, recorded
 
 LOOK_S = 0.3
 # Root may run MPI here, and ranks share cores that Slurm thinks are theirs.
@@ -98,7 +98,7 @@ class Lab:
             assert time.monotonic() < end_s, job
             time.sleep(LOOK_S)
 
-    def finish(self, folder: Folder) -> list[Job]:
+    def finish(self, folder: Folder) -> list[SubmittedJob]:
         """Wait for all jobs of a study, and return them."""
         jobs = recorded(folder)
         self.wait(job.number for job in jobs)

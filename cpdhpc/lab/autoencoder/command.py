@@ -15,10 +15,11 @@ from ...config import ConfigError
 from ...world.mpi import World
 from ..signals import Caught, Interrupted, catching
 from ..train.checkpoint import Files, claimed
+from ..train.losses import Diverged
 from ..train.progress import Display
 from .job import Geometry, load
 from .layer import MacroLayer
-from .training import Diverged, Stack, Step, read_steps, resume, save, save_record, set_process
+from .training import Stack, Step, read_steps, resume, save, save_record, set_process
 
 Array = npt.NDArray[Any]
 SHOWN = 20  # lines of progress of a layer

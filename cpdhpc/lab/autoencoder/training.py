@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from ... import store
-from ...config import UserError
 from ...darray.array import read_all, save_all
 from ...darray.layout import Layout
 from ...ops.tensors import listed
@@ -26,6 +25,7 @@ from ...world.files import opened
 from ...world.ranks import Ranks
 from .. import provenance
 from ..train.checkpoint import CheckpointError, check_same
+from ..train.losses import Diverged
 from ..train.setup import own_device, own_threads
 from .descent import Descent
 from .job import MAY_DIFFER, Autoencoder, Images, Train, procs_of, stack
@@ -176,10 +176,6 @@ class Stack:
         loss, error, sparsity, energy = sums
         here = self.layer, self.iteration
         return Step(*here, loss, error, sparsity, energy, time_s, exchange_s, sent)
-
-
-class Diverged(UserError):
-    """The objective is no longer finite."""
 
 
 SCHEMA = 1

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ... import store
 from ...collectives.allreduce import Allreduce
 from ...collectives.schedules import SCHEDULES
+from ...compress.base import Array
 from ...config import UserError, among
 from ...formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ...methods import ACCUMULATES, EXACT, USUAL
@@ -313,7 +314,6 @@ def run_rounding(args: argparse.Namespace) -> None:
     print("\n\n".join(rounding_table(name, arrays, args.formats) for name, arrays in data))
 
 
-Array = npt.NDArray[Any]
 MOST_RANGE = 2**24  # so that trying all of it takes seconds
 
 

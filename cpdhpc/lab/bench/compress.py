@@ -119,25 +119,47 @@ def replay(
 
     for average in islice(averages(), SETTLED):
         average()
-    spent, sent, collective, means, shares = [], [], [], [], []
     *calls, last = averages()
     with clock.watching():
-        for average in calls:
-            world.barrier("bench")
-            before, before_bytes = world.bytes_sent.copy(), world.collective_bytes
-            mean, took = clock.run(average)
-            spent.append(took)
-            sent.append(world.bytes_sent - before)
-            collective.append(world.collective_bytes - before_bytes)
-            means.append(to_host(mean.flat).astype(np.float64))
-            shares.append(mean.layers.get("sent_share"))
+        taken = [_taken(world, clock, average) for average in calls]
     with profile.running():
         last()
+    return _figures(world, taken, profile, exact, [b - a for _, a, b in bucket.segments])
+
+
+class Average(NamedTuple):
+    """A mean, float64[bucket.size], and its cost; share: sent of each layer, None: not known."""
+
+    spent: Spent
+    sent_bytes: Array
+    collective_bytes: int
+    mean: Array
+    share: Any
+
+
+def _taken(world: Ranks, clock: CallClock, average: Callable[[], Mean]) -> Average:
+    """Return a mean with its cost on this process. Collective."""
+    world.barrier("bench")
+    before, before_bytes = world.bytes_sent.copy(), world.collective_bytes
+    mean, took = clock.run(average)
+    sent = world.bytes_sent - before, world.collective_bytes - before_bytes
+    flat = to_host(mean.flat).astype(np.float64)
+    return Average(took, *sent, flat, mean.layers.get("sent_share"))
+
+
+def _figures(
+    world: Ranks,
+    taken: Sequence[Average],
+    profile: Profile,
+    exact: Sequence[Array],
+    sizes: Sequence[int],
+) -> Replayed:
+    """Return the figures of all processes; sizes: of layers. Collective."""
+    spent, sent, collective, means, shares = zip(*taken, strict=True)
     everyone = world.gather((spent, sent, profile.time_s, collective), "bench")
     took_s = Spent(*np.median(np.max([each[0] for each in everyone], axis=0), axis=0).tolist())
     total_s = {phase: sum(each[2][phase] for each in everyone) for phase in PHASES}
     spent_s = sum(total_s.values())
-    sizes = [stop - start for _, start, stop in bucket.segments]
     pairs = list(zip(means, exact, strict=True))
     return Replayed(
         np.concatenate([np.mean(each[1], axis=0) for each in everyone]),

@@ -31,7 +31,7 @@ from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
 from ..train.job import Job, load
-from ..train.samples import Dataset, Source, epoch_order, shard, taken
+from ..train.samples import Dataset, StreamedData, epoch_order, shard, taken
 from ..train.setup import build_model, own_threads, samples_of
 from .overlap import check_plain
 
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     printing.show(world, above, forms, rows)
 
 
-def _check(job: Job, data: Dataset | Source, world: World) -> None:
+def _check(job: Job, data: Dataset | StreamedData, world: World) -> None:
     """Raise ConfigError unless a job has a batch for all ranks, on CPUs."""
     job.check_ranks(world.ranks)
     samples, batch = len(samples_of(data)[0]), job.train.batch
@@ -184,7 +184,9 @@ def _check(job: Job, data: Dataset | Source, world: World) -> None:
         raise ConfigError(f"{job.id}: train.device={job.train.device!r}: must be 'cpu'")
 
 
-def _loss(job: Job, data: Dataset | Source, group: distributed.ProcessGroup, steps: int) -> float:
+def _loss(
+    job: Job, data: Dataset | StreamedData, group: distributed.ProcessGroup, steps: int
+) -> float:
     """Return the mean loss of all test samples after a training of so many steps. Collective."""
     model, loss = sharded(build_model(job, data), group), job.loss.build()
     optimizer = unfused(job.optimizer.build(model.parameters(), job.train.learning_rate))

@@ -21,27 +21,15 @@ from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
-from ..kinds import flags, printing, timing
+from ..kinds import flags, halo_cases, printing, timing
 from ..kinds.halo import HALO
-from ..kinds.halo_cases import (
-    ACCUMULATE,
-    COPIED,
-    EXCHANGE,
-    MPI_TYPES,
-    OURS,
-    WAYS,
-    Run,
-    Setting,
-    has_sums,
-    possible_ways,
-)  # fmt: skip
 from ..kinds.place import JobRanks
 from ..settings import options
 from .stencil import add_overlap, measure_overlap
 
 GIGA = 1e9
-OPERATIONS = EXCHANGE, ACCUMULATE
-ALL_WAYS = OURS, COPIED, *WAYS
+OPERATIONS = halo_cases.EXCHANGE, halo_cases.ACCUMULATE
+ALL_WAYS = halo_cases.OURS, halo_cases.COPIED, *halo_cases.WAYS
 SAMPLE_S = 1e-3  # a sample should take as long at least
 MOST_CALLS = 500  # of a sample
 TRIED = 10  # calls of the sample that decides how many follow
@@ -81,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, names = options(parser), flags.names
     add("--usual NAME,...", f"cases: {usual_text}", ",".join(USUAL), type=names(among(USUAL)))
     operations = f"operations: {','.join(OPERATIONS)}"
-    add("--operations NAME,...", operations, EXCHANGE, type=names(among(OPERATIONS)))
+    add("--operations NAME,...", operations, halo_cases.EXCHANGE, type=names(among(OPERATIONS)))
     ways = names(among(ALL_WAYS), ";")
     add("--ways NAME;...", "ways, separated by semicolons", "; ".join(ALL_WAYS), type=ways)
     add_options(parser)
@@ -92,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_repeats(parser, 31, 3, "samples", out=True)
 
 
-def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
+def settings_of(arguments: argparse.Namespace, ranks: int) -> list[halo_cases.Setting]:
     """Return the settings to measure: usual ones, or that of --shape. Raises UserError."""
     options = given(arguments)
     if "shape" in options:
         procs = [ranks] + [1] * (len(options["shape"]) - 1)
         raw = {"procs": procs, "boundary": "none", "halo": 1} | options
-        found = [Setting("given", spec_of(raw, "bench halo"))]
+        found = [halo_cases.Setting("given", spec_of(raw, "bench halo"))]
     else:
         found = [usual(name, ranks, options) for name in arguments.usual]
     for setting in found:
@@ -108,7 +96,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
     return found
 
 
-def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
+def usual(name: str, ranks: int, options: dict[str, Any]) -> halo_cases.Setting:
     """Return a usual setting for so many ranks, some of its keys replaced.
 
     Raises ConfigError if they do not fit.
@@ -124,7 +112,7 @@ def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
         "boundary": of.boundary,
         "trail": list(of.trail),
     }
-    return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
+    return halo_cases.Setting(name, spec_of(raw | options, f"bench halo: {name}"))
 
 
 def run(arguments: argparse.Namespace, world: World) -> timing.BenchmarkResult:
@@ -156,7 +144,7 @@ def run(arguments: argparse.Namespace, world: World) -> timing.BenchmarkResult:
                 continue
             with setting.plan(world) as plan:
                 size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
-                ways = possible_ways(world, plan, arguments.ways, arguments.device)
+                ways = halo_cases.possible_ways(world, plan, arguments.ways, arguments.device)
                 runs = f"in runs of {_run_bytes(setting, plan)}"
             above = f"{setting}: {size_bytes} bytes a rank, {runs}"
             printing.say(world, ["#"])
@@ -166,7 +154,7 @@ def run(arguments: argparse.Namespace, world: World) -> timing.BenchmarkResult:
 
 def _rows(
     place: JobRanks,
-    setting: Setting,
+    setting: halo_cases.Setting,
     arguments: argparse.Namespace,
     ways: Sequence[str],
     points: list[timing.BenchPoint],
@@ -174,7 +162,7 @@ def _rows(
     """Yield the rows of a setting, and append their points. Collective."""
     device = {"device": "gpu"} if arguments.device == "gpu" else {}
     for operation in arguments.operations if ways else ():
-        if operation == ACCUMULATE and not has_sums(setting.spec):
+        if operation == halo_cases.ACCUMULATE and not halo_cases.has_sums(setting.spec):
             continue
         of = setting.factors | device | {"transfer": operation}
         cases = [of | {"way": way} for way in ways]
@@ -189,7 +177,7 @@ def _rows(
 
 
 def time_cases(
-    world: Ranks, runs: Sequence[Run], arguments: argparse.Namespace
+    world: Ranks, runs: Sequence[halo_cases.Run], arguments: argparse.Namespace
 ) -> tuple[int, list[timing.Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
@@ -210,7 +198,7 @@ def time_cases(
     return calls, timed(calls, arguments.repeats, arguments.warmup)
 
 
-def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
+def _run_bytes(setting: halo_cases.Setting, plan: WindowPlan) -> int:
     """Return the contiguous bytes of the first piece in the window; 0 if there is none."""
     pieces = [piece for message in plan.recvs for piece in message.pieces]
     if not pieces:
@@ -228,7 +216,9 @@ def line(
 ) -> list[object]:
     """Return the cells of COLUMNS but calls; points: of the same transfer."""
     times_s = point.slowest_s(warmup)
-    by_mpi = [each.slowest_s(warmup) for each in points if each.factors["way"] in MPI_TYPES]
+    by_mpi = [
+        each.slowest_s(warmup) for each in points if each.factors["way"] in halo_cases.MPI_TYPES
+    ]
     best = min(by_mpi, key=np.median, default=np.array(np.nan))
     times_us = (1e3 * each for each in timing.ms(times_s))
     rate = float(point.outcomes["payload_bytes"]) / float(np.median(times_s)) / GIGA

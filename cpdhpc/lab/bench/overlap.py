@@ -35,7 +35,7 @@ from ..signals import Caught
 from ..train.checkpoint import Files
 from ..train.command import Trainer, check_jobs
 from ..train.job import Job, load
-from ..train.samples import Dataset, Source, shard, taken
+from ..train.samples import Dataset, StreamedData, shard, taken
 from ..train.setup import own_threads, prepare
 from ..train.step import backward
 from ..train.training import Training
@@ -106,7 +106,7 @@ def check_plain(job: Job, why: str) -> None:
 
 
 @contextmanager
-def _both(job: Job, world: Ranks, data: Dataset | Source) -> Iterator[list[Training]]:
+def _both(job: Job, world: Ranks, data: Dataset | StreamedData) -> Iterator[list[Training]]:
     """Yield the run of a job without and with overlap, both at their beginning. Collective."""
     with ExitStack() as reducers:
         runs = []

@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 
 from ... import store
 from ...config import UserError
-from ..report import interactive, other_files, units
+from ..report import interactive, other_files, trainings, units
 from ..report.compare import compare, compare_report, load_reference, verdict
 from ..report.figures import Chart, image
 from ..report.history import history_report, latest, load_history, place
@@ -24,7 +24,6 @@ from ..report.other_files import KIND as REPLAY
 from ..report.other_files import autoencoder_report, probe_report, replay_report
 from ..report.scaling import ALL, Choice
 from ..report.tables import Listed, Report, Section, counted, slug
-from ..report.trainings import Run, Task, load_run, overview, run_groups, runs_report, tasks_report
 from ..settings import options
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
@@ -69,7 +68,7 @@ class Loaded:
     """
 
     studies: list[StudyFile]
-    runs: list[Run]
+    runs: list[trainings.TrainingRun]
     unreadable: list[str]
     others: Sequence[Report] = ()
 
@@ -80,7 +79,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     A directory stands for the study file in it, else for all records in it. Raises UserError if
     nothing can be read.
     """
-    studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
+    studies, runs, errors = list[StudyFile](), list[trainings.TrainingRun](), list[UserError]()
     others: list[Report] = []
     for path in paths:
         try:
@@ -100,7 +99,7 @@ def load(paths: Sequence[Path]) -> Loaded:
                 elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
                     others.append(of_kind(file))
                 elif attributes.get("kind") == "run":
-                    runs.append(load_run(file))
+                    runs.append(trainings.load_run(file))
                 elif not path.is_dir():
                     raise ReportError(f"{file}: {other_files.of_file(file)}")
             except UserError as error:
@@ -264,11 +263,15 @@ def report(
     reports = [study_report(file, choice) for file in loaded.studies]
     if choice.draws and not (outputs.html or outputs.figures):
         raise ReportError("--x, --y, --by, --panel: choose figures: add --html or --figures")
-    of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
+    of_runs = (
+        trainings.runs_report(loaded.runs, trainings.run_groups(loaded.runs))
+        if loaded.runs
+        else None
+    )
     if png is not None:
         if of_runs is None:
             raise ReportError(f"--png {png}: draws training runs; --figures DIR draws studies")
-        _draw(overview(of_runs.charts), png)
+        _draw(trainings.overview(of_runs.charts), png)
     shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable, png=png)
 
@@ -286,8 +289,8 @@ def report_tasks(paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | No
     outputs.check()
     check_place(png)
     found = [(path, load([path])) for path in paths]
-    tasks = [Task(path.name, run_groups(loaded.runs)) for path, loaded in found]
-    shown = tasks_report(tasks)
+    tasks = [trainings.Task(path.name, trainings.run_groups(loaded.runs)) for path, loaded in found]
+    shown = trainings.tasks_report(tasks)
     if png is not None:
         _draw(shown.charts[0], png)
     unreadable = [error for _, loaded in found for error in loaded.unreadable]

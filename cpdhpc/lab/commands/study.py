@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import store
 from ...config import UserError, suggest
+from ...lazy import Late
 from ..settings import add_settings, options, seconds
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
@@ -22,7 +23,13 @@ from ..study_data import SHAPE, Case
 
 if TYPE_CHECKING:
     from ...world.mpi import World
+    from ..study import batch, collect, discover, run_here, status, submit
     from ..study.status import Standing
+else:
+    batch, collect, discover, run_here, status, submit = (
+        Late(f"cpdhpc.lab.study.{name}")
+        for name in ("batch", "collect", "discover", "run_here", "status", "submit")
+    )
 
 RESULTS = Path("results")
 HASH = 8  # hexadecimal digits in the name of a folder
@@ -195,12 +202,10 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
     Raises UserError if there is no such script, or if no batch fits the site.
     """
-    from ..study.submit import fitting, scripts
-
-    todo, refused = fitting(batches(study, expand(study).cases), site)
+    todo, refused = submit.fitting(batches(study, expand(study).cases), site)
     if not todo:
         raise UserError(f"render: nothing can be submitted: {refused[0][1]}")
-    texts = {path.stem: text for path, text in scripts(study, folder, site, todo).items()}
+    texts = {path.stem: text for path, text in submit.scripts(study, folder, site, todo).items()}
     if only is None:
         return "\n".join(f"==> {name} <==\n{text}" for name, text in texts.items())
     if only not in texts:
@@ -210,11 +215,9 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """Submit, and keep the site's profile for resume; return 1 if the queue is full, else 0."""
-    from ..study.submit import submit
-
     study, folder = study_of(arguments)
     _print_impossible(study)
-    return 1 if submit(study, folder, load_site(arguments.site)).left else 0
+    return 1 if submit.submit(study, folder, load_site(arguments.site)).left else 0
 
 
 def _print_impossible(study: Study) -> None:
@@ -224,12 +227,10 @@ def _print_impossible(study: Study) -> None:
 
 def run_run(arguments: argparse.Namespace) -> int:
     """Measure the unfinished cases; return 0 if all are finished, 130 if interrupted, else 1."""
-    from ..study.run_here import measure
-
     study, folder = study_of(arguments)
     _print_impossible(study)
     folder.prepare(study)
-    return measure(study, folder)
+    return run_here.measure(study, folder)
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
@@ -237,15 +238,13 @@ def run_resume(arguments: argparse.Namespace) -> int:
 
     It submits if --site is given or if it was submitted before, by default to the same site.
     """
-    from ..study.submit import SITE, submit
-
     study, folder = folder_of(arguments)
-    kept = folder.path / SITE  # written before the first job goes in
+    kept = folder.path / submit.SITE  # written before the first job goes in
     if arguments.site is None and not kept.exists() and not recorded(folder):
         from ..study.run_here import measure
 
         return measure(study, folder)
-    return 1 if submit(study, folder, load_site(arguments.site or kept)).left else 0
+    return 1 if submit.submit(study, folder, load_site(arguments.site or kept)).left else 0
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -268,11 +267,9 @@ WATCH_S = 30.0
 
 def run_status(arguments: argparse.Namespace) -> None:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from ..study.status import look
-
     study, folder = folder_of(arguments)
     while True:
-        standing = look(study, folder)
+        standing = status.look(study, folder)
         if arguments.json:
             print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
         else:
@@ -284,11 +281,9 @@ def run_status(arguments: argparse.Namespace) -> None:
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
-    from ..study.status import STATES
-
     if summary:
         shapes = standing.by_shape
-        names = [state for state in STATES if standing.counts[state]]
+        names = [state for state in status.STATES if standing.counts[state]]
         rows = [
             [shape, str(sum(counts.values())), *(str(counts[name]) for name in names)]
             for shape, counts in shapes.items()
@@ -303,18 +298,16 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
     if standing.silent:
         title = standing.site.by.TITLE
         yield f"{title}: {standing.queue}: the states are those of the files"
-    counts = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
+    counts = ", ".join(f"{n} {name}" for name in status.STATES if (n := standing.counts[name]))
     yield f"{study.name}: {len(standing.cases)} cases: {counts}"
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
-    from ..study.status import STATES
-
     found: dict[str, Any] = {
         "study": study.name,
         "folder": str(folder.path),
         standing.site.scheduler: standing.queue,
-        "states": {state: standing.counts[state] for state in STATES},
+        "states": {state: standing.counts[state] for state in status.STATES},
     }
     if summary:
         return found | {"shapes": {k: dict(v) for k, v in standing.by_shape.items()}}
@@ -328,23 +321,17 @@ def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool
 
 def run_cancel(arguments: argparse.Namespace) -> None:
     """Remove the study's own jobs from the queue, and print their numbers."""
-    from ..study.submit import cancel
-
-    cancel(folder_of(arguments)[1])
+    submit.cancel(folder_of(arguments)[1])
 
 
 def run_extend(arguments: argparse.Namespace) -> None:
     """Add cases to the study of a folder; finished ones stay."""
-    from ..study.submit import extend
-
-    extend(*study_of(arguments))
+    submit.extend(*study_of(arguments))
 
 
 def run_collect(arguments: argparse.Namespace) -> None:
     """Write the study file. Raises FolderError if no case is finished."""
-    from ..study.collect import collect
-
-    collect(*folder_of(arguments))
+    collect.collect(*folder_of(arguments))
 
 
 def add_site_action(parser: argparse.ArgumentParser) -> None:
@@ -357,12 +344,10 @@ def add_site_action(parser: argparse.ArgumentParser) -> None:
 
 def run_site_action(arguments: argparse.Namespace) -> None:
     """Write the profile and print it. Raises UserError if the file exists."""
-    from ..study.discover import discover
-
     path: Path = arguments.out
     if path.exists():
         raise UserError(f"--out {path}: exists: name another file")
-    text = discover(arguments.partition)
+    text = discover.discover(arguments.partition)
     store.put(path, text)
     print(f"{path}:\n{text}", end="")
 
@@ -401,10 +386,8 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 
 def run_batch(arguments: argparse.Namespace, world: World) -> int:
     """Measure the unfinished cases of a study's batch. Collective."""
-    from ..study.batch import measure_batch
-
     shape = arguments.nodes, arguments.ppn
-    return measure_batch(world, arguments.folder, arguments.number, *shape)
+    return batch.measure_batch(world, arguments.folder, arguments.number, *shape)
 
 
 def add_programs(parser: argparse.ArgumentParser) -> None:
@@ -418,11 +401,8 @@ def add_programs(parser: argparse.ArgumentParser) -> None:
 
 def run_programs(arguments: argparse.Namespace) -> int:
     """Measure the unfinished cases of a batch of programs, from this one process."""
-    from ..study.batch import Alone, measure_batch
-    from ..study.run_here import launch_of
-
-    launch = launch_of(arguments.launch)
-    return measure_batch(Alone(), arguments.folder, arguments.number, launch=launch)
+    launch = run_here.launch_of(arguments.launch)
+    return batch.measure_batch(batch.Alone(), arguments.folder, arguments.number, launch=launch)
 
 
 def add_scripts(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
+from ...compress.base import Array
 from ...config import ConfigError
 from ...ops import set_kernel_threads
 from ...store import Variable
@@ -19,7 +19,6 @@ from .. import influence
 from ..settings import add_settings, options
 from ..train.progress import Display
 
-Array = npt.NDArray[Any]
 SHOWN = 5  # images beside each optimal stimulus
 MOST_STIMULI = 16  # of a layer in the picture
 
@@ -41,7 +40,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     add("--png FILE.png", "draw stimuli, images and accuracies", Path)
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """The best neurons for each concept by layer, and the errors by layer."""
 
     layers: list[dict[int, Any]]
@@ -61,7 +60,6 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     error of reconstructions of images that training did not see (data.held_out). The picture has
     the images that excite neurons most, by gradient ascent and among the images of --images.
     """
-    from ...ops.tensors import values_of
     from ..autoencoder import probe
     from ..autoencoder.job import load
     from ..autoencoder.training import Stack, resume, set_process
@@ -83,22 +81,7 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
         raise ConfigError(f"{checkpoint}: is missing: train first, or use --out DIR")
     labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
     answers = probe.responses(stack, labelled.images)
-    starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
-    parts = zip(stack.layers, answers, starts, strict=True)
-    found = Found(
-        [probe.selectivity(world, y.numpy(), start, labelled) for _, y, start in parts],
-        [
-            probe.selectivity(world, y.numpy(), start, labelled)
-            for y, start in zip(probe.responses(untrained, labelled.images), starts, strict=True)
-        ],
-        probe.selectivity(
-            world,
-            values_of(stack.own(labelled.images)),
-            stack.cells.owner(world.rank).start,
-            labelled,
-        ),
-        _held_out(stack) if job.data.held_out else None,
-    )
+    found = _probed(world, (stack, answers), untrained, labelled)
     if world.rank == 0:
         print(table(found))
     result = directory / f"{job.name}.probe.h5"
@@ -112,6 +95,32 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     return 0
 
 
+def _probed(world: Ranks, trained: tuple[Any, Any], untrained: Any, labelled: Any) -> ProbeResult:
+    """What neurons, those of random filters, and pixels respond to.
+
+    trained: the trained layers, and their responses to the labelled images
+    """
+    from ...ops.tensors import values_of
+    from ..autoencoder import probe
+
+    stack, answers = trained
+
+    def by_layer(responses: Any) -> list[Any]:
+        starts = (layer.pools.owner(world.rank).start for layer in stack.layers)
+        return [
+            probe.selectivity(world, y.numpy(), start, labelled)
+            for y, start in zip(responses, starts, strict=True)
+        ]
+
+    pixels, first = values_of(stack.own(labelled.images)), stack.cells.owner(world.rank).start
+    return ProbeResult(
+        by_layer(answers),
+        by_layer(probe.responses(untrained, labelled.images)),
+        probe.selectivity(world, pixels, first, labelled),
+        _held_out(stack) if stack.job.data.held_out else None,
+    )
+
+
 def _held_out(stack: Any) -> list[float]:
     """Return the error of each layer on squares of images that training did not see. Collective."""
     from ..autoencoder import probe
@@ -121,7 +130,7 @@ def _held_out(stack: Any) -> list[float]:
     return probe.errors(stack, np.concatenate(squares, axis=3))
 
 
-def table(found: Found) -> str:
+def table(found: ProbeResult) -> str:
     """Return the accuracies in percent, a line for each concept, and their means."""
     names = [f"layer {i}" for i in range(len(found.layers))]
     heads = ["concept", "pixel", *(f"{name}{kind}" for name in names for kind in ("", " random"))]
@@ -141,7 +150,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, found: Found, toml: str) -> None:
+def _write(path: Path, found: ProbeResult, toml: str) -> None:
     """Write the figures."""
     concepts = list(found.pixels)
 
@@ -181,7 +190,7 @@ def export(world: Ranks, path: Path, stack: Any, answers: list[Any], labels: Arr
 
 
 def _draw(
-    world: Ranks, path: Path, stack: Any, found: Found, labelled: Any, answers: list[Any]
+    world: Ranks, path: Path, stack: Any, found: ProbeResult, labelled: Any, answers: list[Any]
 ) -> None:
     """Draw stimuli, the images that excite most, and accuracies. Collective."""
     from ..autoencoder import probe
@@ -215,7 +224,7 @@ def _most_exciting(
 
 def draw(
     path: Path,
-    found: Found,
+    found: ProbeResult,
     optimal: Array,
     images: Array,
     top: dict[int, list[int]],

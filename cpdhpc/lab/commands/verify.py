@@ -23,7 +23,7 @@ from ..kinds.printing import machine_line
 from ..settings import check_file, options
 from ..verify.pages import verify_report
 from ..verify.results import KIND, Results
-from ..verify.run import Asked, verify
+from ..verify.run import VerifyOptions, verify
 from .report import page
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, world: World) -> int:
     """Carry out all checks, print a line of each, and return the exit status. Collective."""
     world.on_first(lambda: _check_files(arguments))
-    asked = Asked(
+    asked = VerifyOptions(
         arguments.out,
         arguments.device,
         arguments.quick,

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
+from ...compress.base import Array
 from ...config import ConfigError
 from ..train.samples import Samples
-
-Array = npt.NDArray[Any]
 
 SHOWN = 10  # test samples that are listed and drawn
 MOST_OWN = 20  # training samples with the largest self-influence
 RAISED, LOWERED = "#D55E00", "#0072B2"
 
 
-class Found:
+class ScoreFile:
     """A file of scores, read in parts; with numbers and classes of samples as text.
 
     rooms: its datasets
@@ -67,7 +65,7 @@ class Found:
 
 def tables(path: Path, top: int) -> list[str]:
     """Return the printed lines about a file of scores."""
-    found, lines = Found(path), list[str]()
+    found, lines = ScoreFile(path), list[str]()
     for row in found.listed:
         scores, up, down = found.extremes(row, top)
         loss = found.column("test_loss")[row]
@@ -100,7 +98,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
     """
     from matplotlib.figure import Figure
 
-    found = Found(scores)
+    found = ScoreFile(scores)
     rows: list[list[tuple[Samples, str, int, str, str]]] = []
     for row in found.listed:
         values, up, down = found.extremes(row, top)
@@ -140,7 +138,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
 
 
 def _image(
-    axis: Any, found: Found, samples: Samples, of: str, at: int, color: str, title: str
+    axis: Any, found: ScoreFile, samples: Samples, of: str, at: int, color: str, title: str
 ) -> None:
     """Draw a sample in a frame; nothing if there is none."""
     if not of:

@@ -12,26 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ... import store
 from ...collectives import sparse
+from ...compress.base import Array
 from ...config import IMPORT_FROM, ConfigError, UserError, told, validate
 from ...partition import split
 from ...world import files
 from ...world.ranks import Ranks
 from ..settings import check_file, override
-from ..train.checkpoint import (
-    CheckpointError,
-    Files,
-    Kept,
-    check_job,
-    data_digest,
-    load_model,
-    load_weights,
-    read_kept,
-)
+from ..train import checkpoint
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.progress import Display
@@ -40,7 +31,6 @@ from ..train.setup import agreed, build_model, check_fit, samples_of
 from . import check_images
 from .rows import LastLayer, Layers, Projection, SampleGradients
 
-Array = npt.NDArray[Any]
 Put = Callable[[str, tuple[int, ...], Array], None]
 
 KIND = "influence"
@@ -70,13 +60,13 @@ TEXTS = {  # dataset: its axes, dtype, description
 
 
 @dataclass(frozen=True)
-class Run:
+class KeptRun:
     """A run: its model, whose weights are overwritten, its samples, and the weights it kept."""
 
     model: torch.nn.Module
     train: Samples
     test: Samples
-    kept: Sequence[tuple[Path, Kept]]
+    kept: Sequence[tuple[Path, checkpoint.KeptWeights]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class Wanted:
     memory_bytes: int = 2**30
 
 
-class Found(NamedTuple):
+class SampleRows(NamedTuple):
     """Of some samples: rows [n, width], losses [n], targets [n] if they are classes, else 0."""
 
     rows: torch.Tensor
@@ -111,7 +101,7 @@ class Scores:
     def __init__(
         self,
         world: Ranks,
-        run: Run,
+        run: KeptRun,
         gradients: SampleGradients,
         projection: Projection | None,
         wanted: Wanted,
@@ -261,13 +251,15 @@ class Scores:
             each.clone() for each in torch.split(rows, self.chunk)
         ]  # with the same alignment: the same bits
 
-    def _rows(self, samples: Samples, index: Array) -> Found:
+    def _rows(self, samples: Samples, index: Array) -> SampleRows:
         """Return rows, losses and targets of samples. Raises ConfigError if the model fails."""
         inputs, targets = samples.take(index, 0)
         with told(f"influence: gradients of samples {index[0]} to {index[-1]}"):
             rows, losses = self.gradients.rows(inputs, targets)
         classes = targets.ndim == 1 and not targets.is_floating_point()
-        return Found(rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index)))
+        return SampleRows(
+            rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index))
+        )
 
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.projection is None else self.projection(self.gradients.dense(rows))
@@ -281,9 +273,9 @@ def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
 
     def read() -> None:
         try:
-            load_model({"model": load_weights(path)[0]}, model)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            checkpoint.load_model({"model": checkpoint.load_weights(path)[0]}, model)
+        except checkpoint.CheckpointError as error:
+            raise checkpoint.CheckpointError(f"{path}: {error}") from None
 
     world.on_first(read, "weights")
     for tensor in model.state_dict().values():
@@ -315,7 +307,7 @@ class Plan:
     record: Path
     status: str
     job: Job
-    run: Run
+    run: KeptRun
     wanted: Wanted
     gradients: SampleGradients
     projection: Projection | None
@@ -338,7 +330,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)
-    if data_digest(train, test) != kept[0][1].data:
+    if checkpoint.data_digest(train, test) != kept[0][1].data:
         raise ConfigError(f"{record}: the data set differs from the run's")
     wanted = Wanted(
         numbers("--test", arguments.test, len(test)),
@@ -354,7 +346,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     width = arguments.projection
     projection = Projection(gradients.sizes, width, arguments.seed) if width else None
     status = str(store.read_attributes(record).get("status", "unknown"))
-    run = Run(model, train, test, kept)
+    run = KeptRun(model, train, test, kept)
     return Plan(record, status, job, run, wanted, gradients, projection)
 
 
@@ -388,15 +380,19 @@ def _job(record: Path, settings: list[str]) -> Job:
     return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
-def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, Kept]]:
+def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, checkpoint.KeptWeights]]:
     """Return the files of weights of a run, by epoch. Raises UserError if there are none."""
-    paths = record.parent.glob(Files.called(record.parent, record.stem).weights("*").name)
-    kept = sorted(((path, read_kept(path)) for path in paths), key=lambda each: each[1].epoch)
+    paths = record.parent.glob(
+        checkpoint.Files.called(record.parent, record.stem).weights("*").name
+    )
+    kept = sorted(
+        ((path, checkpoint.read_kept(path)) for path in paths), key=lambda each: each[1].epoch
+    )
     if not kept:
         raise ConfigError(f"{record}: no weights were kept: train with train.keep_every")
     of_run = _job(record, []).toml()  # with the defaults of keys that its version did not have
     for path, each in kept:
-        check_job(path, each.job, of_run)
+        checkpoint.check_job(path, each.job, of_run)
     if not epochs:
         return kept
     known = {each.epoch: (path, each) for path, each in kept}

@@ -10,11 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, Raw, UserError, among
-from ...formats import (
-    SHARED,
-    sum_bits,
-    wire_format,
-)
+from ...formats import SHARED, sum_bits, wire_format
 from ...methods import (
     ACCUMULATES,
     ALGORITHMS,
@@ -27,18 +23,31 @@ from ...methods import (
     SCALINGS,
     SUMMING,
 )
-from ..study_data import DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
-from .base import Call, Kind
+from ..report import units
+from ..report.figures import BOUND, LIBRARIES, Axis, Chart, Series, panels_with, spread, thinned
+from ..report.points import (
+    Estimate,
+    Facets,
+    Line,
+    Panels,
+    SeedGroup,
+    drawn,
+    is_baseline,
+    label,
+    of_factors,
+    quotient,
+    times_as_fast,
+    timing,
+    varying,
+)
+from ..report.tables import Column, Section, Table, tabulate
+from ..study_data import DEVICE, SEATS, Case, Factor, Factors, Value, device_used, float32_size
+from ..study_data.study_file import Point, StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
     from ...world.mpi import World
-    from ..report.figures import Chart, Series
-    from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
-    from ..report.tables import Section, Table
-    from ..study_data import Case
-    from ..study_data.study_file import Point, StudyFile
     from .allreduce_cases import CaseArrays, TimedCase
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 ALL_REDUCE = "allreduce"
@@ -55,10 +64,6 @@ TITLES = {ALL_REDUCE: "All-reduce"} | {
     name: name.replace("_", "-").capitalize() for name in (*COLLECTIVES, *PAIRS)
 }
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce
-
-
-def _check_wire(wire: str) -> None:
-    wire_format(wire)
 
 
 def _check_scaling(scaling: str) -> None:
@@ -329,7 +334,7 @@ BOUNDED = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return time and bus bandwidth by size of each collective, beside MPI's and the bound."""
     every = layout.every or groups
     names = list(dict.fromkeys(map(_collective, groups)))
@@ -345,11 +350,8 @@ def _section(
     title: str,
     groups: Sequence[SeedGroup],
     every: Sequence[SeedGroup],
-    layout: Layout,
+    layout: Facets,
 ) -> Section:
-    from ..report.figures import thinned
-    from ..report.tables import Section
-
     shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
     for group in groups:
         shapes.setdefault(group.shape, []).append(group)
@@ -377,10 +379,6 @@ def _table(
     file: StudyFile, title: str, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]
 ) -> Table:
     """Return the table of groups; every: of the study, with those of mpi and memcpy."""
-    from ..report import units
-    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
-    from ..report.tables import Column, tabulate
-
     base, copies = (
         {_place(g): g for g in every if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
     )
@@ -412,12 +410,8 @@ def _table(
 Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time of it
 
 
-def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Chart]:
+def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Chart]:
     """Return the figures of one shape, none for a single size."""
-    from ..report import units
-    from ..report.figures import LIBRARIES
-    from ..report.points import Line, is_baseline, label
-
     if len({_size(group) for group in groups}) < 2:
         return []
     scale, unit = units.time_unit(median(group.time_s.value for group in groups))
@@ -449,9 +443,6 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
 def _chart(
     file: StudyFile, axis: str, shown: Shown, panels: Panels, baselines: Sequence[Line], name: str
 ) -> Chart:
-    from ..report import units
-    from ..report.figures import Axis, Chart, panels_with, spread
-
     what, groups = axis.partition(" /")[0], panels.groups
     kind = f"{TITLES[_collective(groups[0])].lower()}s"
     known = not all(isnan(group.mean("bound_s")) for group in groups)
@@ -480,9 +471,6 @@ def _chart(
 
 def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
     """Return the lines, and the bound of cpdhpc's."""
-    from ..report.figures import BOUND, Series
-    from ..report.points import drawn
-
     found = [
         drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *baselines]
     ]
@@ -502,7 +490,7 @@ ALLREDUCE = Kind(
             default="ring",
             check=among([*ALGORITHMS, *BASELINES]),
         ),
-        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
+        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", wire_format),
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
         "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,

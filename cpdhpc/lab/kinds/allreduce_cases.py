@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from ...collectives.collective import Collective
 from ...collectives.engine import carrier_of
 from ...collectives.recorded import empty_shared
 from ...errors import UserError
+from ...lazy import Late
 from ...methods import MEMCPY
 from ...ops import to_host
 from ...world.cores import threads_of_rank
@@ -27,6 +28,14 @@ from ...world.gpu_messages import use_own_gpu
 from ...world.ranks import Ranks
 from ..study_data import Factors
 from .timing import interleave_ranks, on_device, whole
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from ...ops import tensors
+else:
+    torch, dist, tensors = map(Late, ("torch", "torch.distributed", "cpdhpc.ops.tensors"))
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
@@ -288,9 +297,6 @@ def torch_group(world: Ranks, backend: str) -> Iterator[None]:
     They find one another by a TCP store of process 0, on a free port.
     backend: gloo, or nccl for arrays on CuPy's current GPU
     """
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(threads_of_rank(world))
     device = None
     if backend == "nccl":
@@ -358,11 +364,7 @@ def named_interface(name: str) -> Iterator[None]:
 
 def sum_float32(array: Any) -> None:
     """Sum float32[n], of NumPy or CuPy, over processes in place. Collective."""
-    import torch.distributed as dist
-
-    from ...ops.tensors import tensor_of
-
-    dist.all_reduce(tensor_of(array))
+    dist.all_reduce(tensors.tensor_of(array))
 
 
 def sum_half(x: Any, out: Any, dtype: str) -> None:
@@ -370,14 +372,9 @@ def sum_half(x: Any, out: Any, dtype: str) -> None:
 
     Both conversions are part of it; a division by the number of processes is not.
     """
-    import torch
-    import torch.distributed as dist
-
-    from ...ops.tensors import tensor_of
-
-    small = tensor_of(x).to(getattr(torch, dtype))
+    small = tensors.tensor_of(x).to(getattr(torch, dtype))
     dist.all_reduce(small)
-    tensor_of(out).copy_(small)
+    tensors.tensor_of(out).copy_(small)
 
 
 def library_of(baseline: str) -> str:
@@ -415,8 +412,6 @@ def _lacks(library: str) -> str:
     why = no_torch()
     if why or library != "nccl":
         return why
-    import torch
-
     if not torch.distributed.is_nccl_available():
         return f"torch {torch.__version__} is built without NCCL"
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
@@ -427,6 +422,4 @@ def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[N
     backend = next((name for name in map(library_of, baselines) if name in GROUPS), None)
     if backend is None:
         return nullcontext()
-    from torch.distributed import is_initialized
-
-    return nullcontext() if is_initialized() else torch_group(world, backend)
+    return nullcontext() if dist.is_initialized() else torch_group(world, backend)

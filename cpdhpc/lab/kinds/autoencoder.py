@@ -8,17 +8,17 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ...config import Raw, UserError, among, validate
-from ..study_data import DEVICE, Factor, Factors, Value, at_least, device_used, positive
-from .base import Call, Kind
+from ..report import units
+from ..report.points import Estimate, Facets, SeedGroup, of_factors, quotient, timing
+from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
+from ..report.tables import Column, Section, tabulate
+from ..study_data import DEVICE, Case, Factor, Factors, Value, at_least, device_used, positive
+from ..study_data.study_file import StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
     from ..autoencoder.layer import MacroLayer
-    from ..report.points import Estimate, Layout, SeedGroup
-    from ..report.tables import Section
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 RATE = 1e9  # FLOP/s of a rank: a slow one
@@ -139,13 +139,8 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rate of arithmetic, share of exchanges and bytes."""
-    from ..report import units
-    from ..report.points import of_factors, timing
-    from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
-    from ..report.tables import Column, Section, tabulate
-
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
         *of_factors([name for name in layout.panels if name != "maps"], groups),
@@ -183,15 +178,11 @@ def _rate(group: SeedGroup) -> Estimate:
 
 def _exchanges(group: SeedGroup) -> Estimate:
     """Return the share of exchanges in the time of an iteration, in %."""
-    from ..report.points import quotient
-
     return group.exact("exchange_s").scaled(quotient(100, group.time_s.value))
 
 
 def _ideal_rate(group: SeedGroup) -> float:
     """Return the rate if each rank had that of the base."""
-    from ..report.points import quotient
-
     return quotient(_rate(group).value, group.efficiency.value)
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field, model_validator
 
 from ...config import Above0, Positive, Raw, Section, Whole, merge
+from ..report import tables
+from ..report.points import Facets, SeedGroup
 from ..study_data import Array, Case, Factor, Factors, Outcomes, Result, Value
 from ..study_data.statistics import is_enough
+from ..study_data.study_file import StudyFile
 
 if TYPE_CHECKING:
-    from ..report import tables
-    from ..report.points import Layout, SeedGroup
     from ..signals import Caught
-    from ..study_data.study_file import StudyFile
     from .place import JobRanks
 
 
@@ -167,7 +167,7 @@ class Kind:
     used: Callable[[Factors], dict[str, Value]]
     sample: str
     measure: Calls | type[Measuring]
-    sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
+    sections: Callable[[StudyFile, Sequence[SeedGroup], Facets], list[tables.Section]]
     fits: Callable[[Raw, Factors, int], str | None] = lambda job, used, ranks: None
     time_s: Callable[[Factors, int, int], float] = lambda used, ranks, repeats: 0.0
     panels: tuple[str, ...] = ()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...config import ConfigError, Raw, UserError, among
-from ...formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
+from ...formats import Cast, parse_format
 from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
+from ..report import units
+from ..report.figures import IDEAL, Axis, Chart, Panel, Series, Style, styles
+from ..report.points import Estimate, Facets, SeedGroup, label, of_factors, times_as_fast, timing
+from ..report.tables import Column, Section, Table, tabulate
 from ..study_data import (
     ABSENT,
     DEVICE,
+    Case,
     Factor,
     Factors,
     Value,
@@ -20,16 +25,10 @@ from ..study_data import (
     device_used,
     float32_size,
 )
-from .base import Call, Kind
+from ..study_data.study_file import StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
-    from ...world.mpi import World
-    from ..report.figures import Panel, Style
-    from ..report.points import Estimate, Layout, SeedGroup
-    from ..report.tables import Section, Table
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 GUESS = 1e-9  # s per byte: a slow codec
@@ -81,42 +80,21 @@ DENSITY = 0.01
 @contextmanager
 def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> Iterator[Call]:
     """Prepare an operation on a rank's share of the data; see Kind.measure. Collective."""
-    import numpy as np
-
-    from ...ops import cpu, kernel_threads, set_kernel_threads, to_host
-    from ...partition import split
-    from .codec_cases import (
-        CHECKED,
-        check_against_reference,
-        format_of,
-        operations,
-        sparse_operations,
-    )
-    from .timing import on_device, whole
+    from ...ops import cpu, kernel_threads, set_kernel_threads
+    from .codec_cases import RankValues, check_against_reference, format_of
 
     factors, world = case.factors, place.world
     operation, device = str(factors["operation"]), place.take_device(factors)
-    start, stop = split(int(factors["size_bytes"]) // 4, world.processes, world.process)
-    n, name = stop - start, str(factors.get("format", ANY_FORMAT))
-    cast, density = Cast(format_of(name)), float(factors.get("density", DENSITY))
-
-    def data(count: int = n) -> Any:
-        """Return the first values of this rank."""
-        values = np.random.default_rng(world.process).standard_normal(count, np.float32)
-        return on_device(values, device)
-
-    def copies() -> dict[str, Callable[[], object]]:
-        x = data()
-        out = np.zeros_like(x)
-        return {MEMCPY: whole(lambda: np.copyto(out, x), x)}
-
+    values = RankValues(world, int(factors["size_bytes"]) // 4, device)
+    name, density = str(factors.get("format", ANY_FORMAT)), float(factors.get("density", DENSITY))
+    cast = Cast(format_of(name))
     if operation == MEMCPY:
-        runs = place.kept((n, device), copies)
+        runs = place.kept((values.n, device), values.copies)
     elif operation in SPARSE_OPERATIONS:
-        make = partial(place.kept, (n, density), lambda: sparse_operations(data(), density))
+        make = partial(place.kept, (values.n, density), lambda: values.sparse(density))
         runs = world.agreed(make, told=ArithmeticError)
     else:
-        runs = place.kept((n, name, device), lambda: operations(data(), cast))
+        runs = place.kept((values.n, name, device), lambda: values.coded(cast))
     before = cpu.clone(), kernel_threads()
     clone, threads = str(factors.get("clone", before[0])), int(factors.get("threads", before[1]))
     world.agreed(lambda: _check_clone(clone))
@@ -125,47 +103,17 @@ def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> 
         cpu.use_clone(clone)
         set_kernel_threads(threads)
 
-    call = Call(runs[operation], prepare, {"payload_bytes": 4 * n})
+    call = Call(runs[operation], prepare, {"payload_bytes": 4 * values.n})
     try:
         if check:
             prepare()
-            head = data(min(n, CHECKED))
-            world.agreed(lambda: check_against_reference(head, cast), told=ArithmeticError)
+            world.agreed(lambda: check_against_reference(values.head, cast), told=ArithmeticError)
             if operation in CODEC_OPERATIONS:
-                shared = _shared(operation)
-                shifts = shift_count(n, shared) if shared else 0
-                call.outcomes["wire_bytes"] = packed_bytes(n, cast.fmt.bits) + shifts
-                call.outcomes["error"] = _error(world, to_host(data()), cast, operation)
+                call.outcomes |= values.outcomes(cast, operation)
         yield call
     finally:
         cpu.use_clone(before[0])
         set_kernel_threads(before[1])
-
-
-def _shared(operation: str) -> int | None:
-    """Return how many values share a shift, if the operation chooses shifts."""
-    return SHARED.get(operation.rpartition(" ")[2])
-
-
-def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
-    """Return the error of x encoded and decoded, over all ranks' values. Collective.
-
-    It has the rounding and scaling of the operation; decode and hop have those of plain encode.
-    """
-    import numpy as np
-
-    from ...ops import cpu
-
-    shared = _shared(operation)
-    rounding = Cast(cast.fmt, "stochastic") if operation == "stochastic" else cast
-    words = np.zeros(packed_bytes(x.size, cast.fmt.bits), np.uint8)
-    shifts, out = np.full(shift_count(x.size, shared or TILE), 127, np.uint8), np.empty_like(x)
-    cpu.encode_tiles(x, rounding, words, shifts, fit=shared is not None)
-    cpu.decode_tiles(words, shifts, cast.fmt, out)
-    wrong = float(np.sum((out.astype(np.float64) - x) ** 2))
-    whole = float(np.sum(x.astype(np.float64) ** 2))
-    sums = np.sum(world.gather((wrong, whole)), axis=0)
-    return float(np.sqrt(sums[0] / sums[1]))
 
 
 APART = 0.1  # distance of operations in a row of a figure, whose height is 1
@@ -175,11 +123,8 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rates by format and operation, beside memcpy."""
-    from ..report.figures import Chart, styles
-    from ..report.tables import Section
-
     places: dict[str, list[SeedGroup]] = {}
     for group in groups:
         places.setdefault(_place(group), []).append(group)
@@ -203,8 +148,6 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 
 def _place(group: SeedGroup) -> str:
-    from ..report.points import label
-
     return label(group.factors, ("size_bytes", "ranks", "device"))
 
 
@@ -222,8 +165,6 @@ def _rate(group: SeedGroup) -> Estimate:
 
 
 def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) -> Panel:
-    from ..report.figures import IDEAL, Axis, Panel, Series
-
     own = [group for group in groups if not _is_base(group)]
     rows = list(dict.fromkeys(_format(group) for group in own))
     series = []
@@ -242,10 +183,6 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
     """Return the table of groups; every: of the study, with those of memcpy."""
-    from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing
-    from ..report.tables import Column, tabulate
-
     base = {_place(group): group for group in every if _is_base(group)}
     optional = ("density", "threads", "clone", "device")
     further = [name for name in optional if any(name in group.factors for group in groups)]

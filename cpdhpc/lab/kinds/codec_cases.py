@@ -12,6 +12,7 @@ from ...compress.payload import decode_sparse, encode_sparse
 from ...formats import (
     MICROSCALING,
     SHARED,
+    TILE,
     Cast,
     Format,
     Microscaling,
@@ -22,7 +23,10 @@ from ...formats import (
 )
 from ...methods import CODEC_OPERATIONS, MEMCPY
 from ...ops import backend_of, cpu, reference, to_host
-from .timing import whole
+from ...partition import split
+from ...world.ranks import Ranks
+from ..study_data import Outcomes
+from .timing import on_device, whole
 
 Array = Any  # NumPy's, or CuPy's
 CHECKED = 5000  # values that are compared with the specification
@@ -60,6 +64,58 @@ def check_against_reference(x: Array, cast: Cast) -> None:
 def zeros(like: Array, size: int) -> Array:
     """Return zeros, uint8[size], on the device of an array."""
     return np.zeros_like(like, shape=(size,), dtype=np.uint8)
+
+
+class RankValues:
+    """A rank's share of size values for all ranks, n normal numbers on a device."""
+
+    def __init__(self, world: Ranks, size: int, device: str) -> None:
+        start, stop = split(size, world.processes, world.process)
+        self.world, self.n, self._device = world, stop - start, device
+
+    def _first(self, count: int) -> NDArray[np.float32]:
+        return np.random.default_rng(self.world.process).standard_normal(count, np.float32)
+
+    @property
+    def on_host(self) -> NDArray[np.float32]:
+        """All of them, in host memory."""
+        return self._first(self.n)
+
+    @property
+    def head(self) -> Array:
+        """Those that are compared with the specification."""
+        return on_device(self._first(min(self.n, CHECKED)), self._device)
+
+    def copies(self) -> dict[str, Callable[[], object]]:
+        """Return memcpy of them, by its name."""
+        x = on_device(self.on_host, self._device)
+        out = np.zeros_like(x)
+        return {MEMCPY: whole(lambda: np.copyto(out, x), x)}
+
+    def coded(self, cast: Cast) -> dict[str, Callable[[], object]]:
+        """Return operations on them."""
+        return operations(on_device(self.on_host, self._device), cast)
+
+    def sparse(self, density: float) -> dict[str, Callable[[], object]]:
+        """Return sparse_operations on them."""
+        return sparse_operations(self.on_host, density)
+
+    def outcomes(self, cast: Cast, operation: str) -> Outcomes:
+        """Return the bytes of their codes, and the error over all ranks' values. Collective.
+
+        With the rounding and scaling of the operation; decode and hop have those of plain encode.
+        """
+        shared = SHARED.get(operation.rpartition(" ")[2])  # how many share a shift that is chosen
+        rounding = Cast(cast.fmt, "stochastic") if operation == "stochastic" else cast
+        x, words = self.on_host, np.zeros(packed_bytes(self.n, cast.fmt.bits), np.uint8)
+        shifts, out = np.full(shift_count(x.size, shared or TILE), 127, np.uint8), np.empty_like(x)
+        cpu.encode_tiles(x, rounding, words, shifts, fit=shared is not None)
+        cpu.decode_tiles(words, shifts, cast.fmt, out)
+        wrong = float(np.sum((out.astype(np.float64) - x) ** 2))
+        norm = float(np.sum(x.astype(np.float64) ** 2))
+        sums = np.sum(self.world.gather((wrong, norm)), axis=0)
+        wire_bytes = words.size + (shifts.size if shared else 0)
+        return {"wire_bytes": wire_bytes, "error": float(np.sqrt(sums[0] / sums[1]))}
 
 
 def operations(x: Array, cast: Cast) -> dict[str, Callable[[], object]]:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from ...config import ConfigError, Raw, parse_bytes
+from ..report.metrics import metric_sections
 from ..study_data import ABSENT, Factor, Factors, Value
 from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL
+from . import command_job
 from .base import Kind
-from .command_job import (
-    BUILD,
-    FOLDERS,
-    NAME,
-    STUDY,
-    job_of,
-    named,
-    ready,
-    rendered,
-    variables,
-    words,
-)
-from .command_runs import Runs
-
-if TYPE_CHECKING:
-    from ..report.points import Layout, SeedGroup
-    from ..report.tables import Section
-    from ..study_data.study_file import StudyFile
+from .command_runs import ProgramRuns
 
 COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
 HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput", "time"}
-TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *SAME_FOR_ALL, *FOLDERS}
+TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *SAME_FOR_ALL, *command_job.FOLDERS}
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return why a case cannot be started. See Kind.fits."""
-    command = job_of(job).command
+    command = command_job.job_of(job).command
     shape = {"ranks": ranks, "nodes": ranks, "ppn": 1}  # only their type matters for formats
-    folders = {STUDY: command.directory, BUILD: command.directory}
+    folders = {command_job.STUDY: command.directory, command_job.BUILD: command.directory}
     try:
-        words(command, {**shape, **used}, folders)
-        variables(command, {**shape, **used}, folders)
-        rendered(command, {**shape, **used})
+        command_job.words(command, {**shape, **used}, folders)
+        command_job.variables(command, {**shape, **used}, folders)
+        command_job.rendered(command, {**shape, **used})
     except ConfigError as error:
         return str(error)
     return None
@@ -56,7 +39,7 @@ def _no_nul(text: str) -> None:
 
 def _further(name: str, value: Value, job: Raw) -> Factor | None:
     """Return the factor of any name, with the type of its first value. See Kind.further."""
-    if not NAME.fullmatch(name):
+    if not command_job.NAME.fullmatch(name):
         raise ConfigError(f"sweep.{name}: should be letters, digits and _, with dots between")
     if name in TAKEN or name.startswith(FURTHER):
         raise ConfigError(f"sweep.{name}: study files have another thing of that name: rename it")
@@ -88,12 +71,6 @@ def _used(given: Factors) -> dict[str, Value]:
     return {name: value for name, value in given.items() if value != ABSENT}
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    from ..report.metrics import metric_sections
-
-    return metric_sections(file, groups, layout)
-
-
 def _of_job(kind: Kind, job: Raw) -> Kind:
     return replace(kind, work=str(job["command"]["work"])) if "command" in job else kind
 
@@ -103,14 +80,14 @@ COMMAND = Kind(
     work="",
     used=_used,
     further=_further,
-    named=named,
+    named=command_job.named,
     fits=_fits,
     sample="one run of the program: its wall time, or the metric that [command] time names",
-    measure=Runs,
-    sections=_sections,
+    measure=ProgramRuns,
+    sections=metric_sections,
     needs_job=True,
     own_tables=("command", "metrics"),
-    ready=ready,
+    ready=command_job.ready,
     of_job=_of_job,
     may_change=("command.timeout_s", "command.keep", "command.directory"),
     starts_ranks=True,

@@ -36,19 +36,8 @@ from ..schedulers import facts
 from ..signals import Caught, Interrupted
 from ..study_data import Array, Case, Outcomes, Result
 from ..study_data.study_file import METRIC, WALL
+from . import command_job
 from .base import BEFORE, MeasuredStudy, Measuring
-from .command_job import (
-    BUILD,
-    STUDY,
-    TIME_UNITS,
-    ProgramCommand,
-    RunMetric,
-    constant_words,
-    job_of,
-    rendered,
-    variables,
-    words,
-)
 
 if TYPE_CHECKING:
     from .place import JobRanks, Launch
@@ -206,7 +195,9 @@ def _last_lines(*paths: Path) -> str:
     return "it printed nothing"
 
 
-def build(command: ProgramCommand, folder: Path, caught: Caught, guard: ProgramGuard) -> Path:
+def build(
+    command: command_job.ProgramCommand, folder: Path, caught: Caught, guard: ProgramGuard
+) -> Path:
     """Return the place of a program's build, which is built once per folder and sort of machine.
 
     Raises RunFailed if it fails, Interrupted at a signal.
@@ -220,7 +211,7 @@ def build(command: ProgramCommand, folder: Path, caught: Caught, guard: ProgramG
     if not command.build or _is_built(place):
         return place
     try:
-        (place / BUILD).mkdir(parents=True, exist_ok=True)
+        (place / command_job.BUILD).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFailed(f"{place}: cannot be written: {error.strerror}") from None
     end_s = time.monotonic() + BUILD_S
@@ -248,12 +239,12 @@ def _is_built(place: Path) -> bool:
 
 
 def _build(
-    command: ProgramCommand, text: str, place: Path, caught: Caught, guard: ProgramGuard
+    command: command_job.ProgramCommand, text: str, place: Path, caught: Caught, guard: ProgramGuard
 ) -> None:
     outputs = place / OUTPUT, place / ERRORS
     for path in outputs:
         path.unlink(missing_ok=True)
-    environment = os.environ | {"CPDHPC_BUILD": str(place / BUILD)}
+    environment = os.environ | {"CPDHPC_BUILD": str(place / command_job.BUILD)}
     ended = run(
         ["bash", "-c", text], Path(command.directory), outputs, BUILD_S, caught, environment, guard
     )
@@ -306,12 +297,12 @@ def _version(program: str) -> str:
     return next((line.strip() for line in done.stdout.splitlines() if line.strip()), "")
 
 
-class Runs(Measuring):
+class ProgramRuns(Measuring):
     """A case of a program: each repeat is a run of it."""
 
     def __init__(self, study: MeasuredStudy, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory.resolve())
-        job = job_of(study.job)
+        job = command_job.job_of(study.job)
         self.command, self.metrics, self.deciding = job.command, job.metrics, job.deciding
         self.wall_s: list[float] = []
         self.is_warmup: list[bool] = []
@@ -353,8 +344,11 @@ class Runs(Measuring):
     def _folders(self, launch: Launch, caught: Caught) -> dict[str, str]:
         """Return the values of {study} and {build}, once the program is built."""
         guard, folder = _once(launch, GUARD, ProgramGuard), self.directory.parent.parent
-        place = _once(launch, BUILD, lambda: build(self.command, folder, caught, guard))
-        return {STUDY: self.command.directory, BUILD: str(place / BUILD)}
+        place = _once(launch, command_job.BUILD, lambda: build(self.command, folder, caught, guard))
+        return {
+            command_job.STUDY: self.command.directory,
+            command_job.BUILD: str(place / command_job.BUILD),
+        }
 
     def _place(self, launch: Launch, folders: Mapping[str, str], caught: Caught) -> None:
         """Find out where the ranks of the case are, and which program it is. Raises RunFailed."""
@@ -367,7 +361,7 @@ class Runs(Measuring):
             shape = case.nodes, case.ppn, *case.seats
             where = _once(launch, shape, lambda: probed(launch, case, self.directory, caught))
             where |= {"launcher": _once(launch, "version", lambda: _version(launch.program))}
-        argv = tuple(words(self.command, case.all_factors, folders))
+        argv = tuple(command_job.words(self.command, case.all_factors, folders))
         program = _once(launch, argv, lambda: _program(self.command, argv, folders))
         for name, title in (("program", "SHA-256"), ("program_commit", "commit")):
             own = program.get(name, "")
@@ -416,9 +410,9 @@ class Runs(Measuring):
     def _prepare(self, folders: Mapping[str, str]) -> Path:
         """Write the script of the ranks and the files from templates; return the working folder."""
         command, factors = self.command, self.case.all_factors
-        given = variables(command, factors, folders)
+        given = command_job.variables(command, factors, folders)
         exports = [f"export {name}={shlex.quote(text)}" for name, text in given.items()]
-        line = shlex.join(words(command, factors, folders))
+        line = shlex.join(command_job.words(command, factors, folders))
         files = self.directory / FILES
         try:
             if files.exists():
@@ -426,7 +420,7 @@ class Runs(Measuring):
             for name in (OUTPUT, ERRORS):
                 (self.directory / name).unlink(missing_ok=True)
             files.mkdir(parents=True)
-            for made, text in rendered(command, factors).items():
+            for made, text in command_job.rendered(command, factors).items():
                 (files / made).parent.mkdir(parents=True, exist_ok=True)
                 store.put(files / made, text)
             about = f"# What each rank of case {self.case.id} runs, in {FILES}."
@@ -445,7 +439,7 @@ class Runs(Measuring):
         times_s, _, flags = self._columns(self.command.time)
         series = {METRIC + name: self._series(name) for name in self.metrics}
         if name := self.command.time:
-            times_s = times_s * TIME_UNITS[self.metrics[name].unit]
+            times_s = times_s * command_job.TIME_UNITS[self.metrics[name].unit]
             series[METRIC + WALL] = self._series("")
         outcomes: Outcomes = {}
         if len(self.energy_j) == len(self.wall_s):
@@ -472,7 +466,7 @@ def _once(launch: Launch, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def _program(
-    command: ProgramCommand, argv: Sequence[str], folders: Mapping[str, str]
+    command: command_job.ProgramCommand, argv: Sequence[str], folders: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the hashes of a program's files, and the commits of their folders, if there are any.
 
@@ -484,7 +478,7 @@ def _program(
     from ..provenance import commit_of
 
     first = shutil.which(command.argv[0])
-    named = [*([first] if first else []), *constant_words(command, folders)]
+    named = [*([first] if first else []), *command_job.constant_words(command, folders)]
     fixed = _files(named)
     of_case = [path for path in _files(argv) if path not in fixed]
     build = [Path(command.directory)] * bool(command.build)
@@ -513,7 +507,7 @@ def _digest(paths: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest() if digests else ""
 
 
-def numbers(metric: RunMetric, text: str, files: Path) -> list[float]:
+def numbers(metric: command_job.RunMetric, text: str, files: Path) -> list[float]:
     """Return the values of a metric in the output and the files of a run. Raises RunFailed."""
     if metric.regex:
         found: list[Any] = [each[1] for each in re.finditer(metric.regex, text, re.MULTILINE)]
@@ -580,7 +574,7 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def taken(metric: RunMetric, found: list[float]) -> list[float]:
+def taken(metric: command_job.RunMetric, found: list[float]) -> list[float]:
     """Return the samples among the values of a run. Raises RunFailed for none, or too many."""
     if not found:
         source = next(f"{key} = {text!r}" for key, text in metric.sources.items() if text)

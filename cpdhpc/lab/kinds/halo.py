@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ...config import ConfigError, Raw, UserError, among
 from ...formats import INTEGERS, wire_format
 from ...methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
-from ..study_data import DEVICE, Factor, Factors, Value, device_used, positive
-from .base import Call, Kind
+from ..report import units
+from ..report.points import Facets, SeedGroup, of_factors, quotient, times_as_fast, timing, varying
+from ..report.tables import Column, Section, tabulate
+from ..study_data import DEVICE, Case, Factor, Factors, Value, device_used, positive
+from ..study_data.study_file import StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
-    from ..report.points import Layout, SeedGroup
-    from ..report.tables import Section
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
-    from .base import MeasuredStudy
     from .halo_cases import Setting
     from .place import JobRanks
 
@@ -129,11 +128,8 @@ CAPTION = (
 ERRORS = " Relative error: of all that ranks get, their own cells too, in the Euclidean norm."
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
-    from ..report import units
-    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
-    from ..report.tables import Column, Section, tabulate
 
     def rate(group: SeedGroup) -> str:
         sent_bytes = group.mean("payload_bytes")

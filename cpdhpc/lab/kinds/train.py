@@ -12,10 +12,27 @@ import numpy as np
 
 from ... import ordinary, store
 from ...config import IMPORT, Raw, UserError, merge
+from ...lazy import Late
 from ...whole_files import sealed_json, unsealed_json
+from ..report import figures, units
+from ..report.figures import Map
+from ..report.fits import (
+    PADDED,
+    Score,
+    Trained,
+    critical,
+    critical_batch,
+    finding,
+    learning_charts,
+    score_charts,
+)
+from ..report.points import Facets, SeedGroup, but_for_gradient, label, of_factors, timing
+from ..report.tables import Column, Section, tabulate
+from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
 from ..study_data import (
     ABSENT,
     Array,
+    Case,
     Factor,
     Factors,
     Outcomes,
@@ -24,21 +41,19 @@ from ..study_data import (
     Value,
     at_least,
 )
-from .base import Kind, Measuring
+from ..study_data.study_file import StudyFile
+from .base import Kind, MeasuredStudy, Measuring
 
 if TYPE_CHECKING:
-    from ..report.figures import Map
-    from ..report.fits import Score, Trained
-    from ..report.points import Layout, SeedGroup
-    from ..report.tables import Column, Section
     from ..signals import Caught
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
+    from ..train import job as jobs
+    from ..train import setup
     from ..train.job import Job
     from ..train.record import Record
     from ..train.training import Training
-    from .base import MeasuredStudy
     from .place import JobRanks
+else:
+    jobs, setup = map(Late, ("cpdhpc.lab.train.job", "cpdhpc.lab.train.setup"))
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and long name
     "data.name": (str, "data set"),
@@ -132,10 +147,8 @@ def _further(name: str, value: Value, job: Raw) -> Factor | None:
 
     The arguments of an imported function are not checked here: only ranks import it.
     """
-    from ..train.job import keys_of
-
     table, _, key = name.partition(".")
-    known = key in keys_of(table) or IMPORT in job.get(table, {})
+    known = key in jobs.keys_of(table) or IMPORT in job.get(table, {})
     return Factor(f"{key} of {table}", type(value)) if known else None
 
 
@@ -155,13 +168,12 @@ class _Training(Measuring):
         from ..train.checkpoint import Files
         from ..train.loop import run
         from ..train.progress import Display
-        from ..train.setup import agreed, prepare
 
         world = place.world
         place.cores = "as the launcher has bound the ranks"
         files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
-        data = agreed(world, self.job.data.load)
-        training = prepare(self.job, world, data, files)
+        data = setup.agreed(world, self.job.data.load)
+        training = setup.prepare(self.job, world, data, files)
         training.resume()
         self.starts = world.on_first(lambda: self._note(training.iteration))
         before_j = place.read_energy()
@@ -230,31 +242,21 @@ class _Training(Measuring):
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
-def _laid_over(tables: Raw, changes: Raw) -> Raw:
-    from ..train.job import laid_over
-
-    return laid_over(tables, changes)
-
-
 def _job(tables: Raw, factors: Factors, name: str) -> Job:
     """Return a study's job with a case's factors laid over it. Raises ConfigError."""
-    from ..train.job import read
-
     changes: Raw = {}
     for key, value in factors.items():
         change: Any = value
         for part in reversed(("train.seed" if key == "seed" else key).split(".")):
             change = {part: change}
         changes = merge(changes, change)
-    return read(_laid_over(tables, changes) | {"name": name}, "job")
+    return jobs.read(jobs.laid_over(tables, changes) | {"name": name}, "job")
 
 
 SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
 
 
 def _series(record: Record, samples: int) -> Series:
-    from ..report.fits import critical_batch
-
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # for methods that do not count them
@@ -295,12 +297,8 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
-    from ..report.fits import PADDED, critical, finding, learning_charts, score_charts
-    from ..report.tables import Section, tabulate
-    from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
-
     measure = _measure(file, groups)
     trained = [_trained(file, group, layout, measure) for group in groups]
     charts = [
@@ -327,8 +325,6 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
     """Return the score of the trainings: their loss if metrics or losses vary."""
-    from ..report.fits import Score
-
     found = set()
     for group in groups:
         swept = {k: v for k, v in group.factors.items() if "." in k}  # a job may need any of them
@@ -346,10 +342,7 @@ def _shown(measure: Score, found: Array) -> Array:
     return found if measure.label == "accuracy" else measure.factor * found
 
 
-def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) -> Trained:
-    from ..report.fits import Trained
-    from ..report.points import label
-
+def _trained(file: StudyFile, group: SeedGroup, layout: Facets, measure: Score) -> Trained:
     line = layout.line([group])
     bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
     return Trained(
@@ -388,13 +381,8 @@ def _curves(file: StudyFile, group: SeedGroup, measure: Score) -> tuple[Array, A
 
 
 def _columns(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout, measure: Score
+    file: StudyFile, groups: Sequence[SeedGroup], layout: Facets, measure: Score
 ) -> list[Column[SeedGroup]]:
-    from ..report import units
-    from ..report.fits import Score
-    from ..report.points import but_for_gradient, of_factors, timing
-    from ..report.tables import Column
-
     def told(more: Score, group: SeedGroup) -> units.Cell:
         return more.told(more.factor * group.outcome(more.column))
 
@@ -455,8 +443,6 @@ def _observed(file: StudyFile, group: SeedGroup, name: str) -> Array:
 
 
 def _underflow(file: StudyFile, group: SeedGroup) -> str:
-    from ..report import units
-
     shares = _observed(file, group, "underflow")
     shares = shares[np.isfinite(shares)]
     if group.factors.get(AGGREGATOR) == "none" or not shares.size:
@@ -464,10 +450,7 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
     return units.fixed(float(np.mean(shares)), 2)
 
 
-def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:
-    from ..report import figures
-    from ..report.points import label
-
+def _observations(file: StudyFile, group: SeedGroup, layout: Facets, name: str) -> tuple[str, Map]:
     at = file.telemetry["iteration"][group.points[0].index]
     values = _observed(file, group, name).T
     layers = [str(layer) for layer in file.telemetry["layer"]]
@@ -494,5 +477,5 @@ TRAIN = Kind(
     needs_job=True,
     groups=("training", "telemetry"),
     further=_further,
-    laid_over=_laid_over,
+    laid_over=lambda tables, changes: jobs.laid_over(tables, changes),
 )

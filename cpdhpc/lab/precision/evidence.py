@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
 from ...compress import LowBit, NoCompression
@@ -27,10 +26,10 @@ from ..report.figures import GREY, Axis, Chart, Panel, Series, Style, styles
 from ..report.tables import Column, Report, Section, tabulate
 from ..report.units import count
 from ..settings import override
+from ..study_data import grouped
 from ..train.job import Job, load
 from ..train.update import ByAllreduce
 
-Array = npt.NDArray[Any]
 KIND, FILE = "precision search", "search.h5"
 SCHEMA = 2  # of files; 1: unseen seeds were not measured, or with another seed's recordings
 RAW = "raw"  # float32
@@ -48,7 +47,7 @@ def width(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SearchPlace:
     """A tensor of a layer, or its sums, and the formats that it may have.
 
     name: of the layer; tensor: WIRE: its gradients as they travel; SUMS: partial sums of its three
@@ -114,7 +113,7 @@ class Evidence:
     """
 
     asked: str
-    places: tuple[Place, ...] = ()
+    places: tuple[SearchPlace, ...] = ()
     trials: tuple[Trial, ...] = ()
     found: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -178,33 +177,22 @@ class Evidence:
         store.write(path, self._groups(), self.provenance | attributes)
 
     def _groups(self) -> dict[str, dict[str, Variable]]:
-        places, trials = self.places, self.trials
+        places = self.places
         formats = list(dict.fromkeys(name for place in places for name in place.formats))
         errors = np.full((len(places), len(formats)), np.nan)
         for row, place in zip(errors, places, strict=True):
             row[[formats.index(name) for name in place.formats]] = place.errors
         of = [i for i, place in enumerate(places) for _ in place.sizes]
         sizes = [size for place in places for size in place.sizes]
-        runs = max((len(t.seeds) for t in trials), default=0)
-        scores = np.full((len(trials), runs), np.nan)
-        seeds = np.full((len(trials), runs), -1, np.int64)
-        for i, t in enumerate(trials):
-            scores[i, : len(t.seeds)], seeds[i, : len(t.seeds)] = t.scores, t.seeds
-        tried = np.array([t.formats for t in trials], str).reshape(-1, len(places))
         error = "wire: part of the whole gradient's error; else error of the layer's products"
-        sent = "payload of a step, of the rank that sends most"
-        at, of_parameter, by, by_run = ("place",), ("parameter",), ("trial",), ("trial", "run")
-
-        def texts(dims: tuple[str, ...], values: Iterable[str], long_name: str) -> Variable:
-            return Variable(dims, np.array([*values], str), long_name)  # also if there are none
-
+        at, of_parameter = ("place",), ("parameter",)
         number = Variable(at, np.arange(len(places)), "tensor of a layer")
         return {
             "places": {
                 "place": number,
-                "format": texts(("format",), formats, "format"),
-                "layer": texts(at, (x.name for x in places), "module"),
-                "tensor": texts(at, (x.tensor for x in places), "wire, or what is rounded"),
+                "format": _texts(("format",), formats, "format"),
+                "layer": _texts(at, (x.name for x in places), "module"),
+                "tensor": _texts(at, (x.tensor for x in places), "wire, or what is rounded"),
                 "exponent_low": Variable(at, [x.low for x in places], "least exponent"),
                 "exponent_high": Variable(at, [x.high for x in places], "largest exponent"),
                 "error": Variable(("place", "format"), errors, error),
@@ -214,18 +202,30 @@ class Evidence:
                 "place": Variable(of_parameter, np.array(of, int), "place that it belongs to"),
                 "values": Variable(of_parameter, np.array(sizes, int), "number of values"),
             },
-            "trials": {
-                "trial": Variable(by, np.arange(len(trials)), "training"),
-                "place": number,
-                "run": Variable(("run",), np.arange(runs), "run of a training"),
-                "format": Variable(("trial", "place"), tried, "format of the place"),
-                "seed": Variable(by_run, seeds, "seed, -1: there is no such run"),
-                "score": Variable(by_run, scores, "score of the test samples"),
-                "sent_bytes": Variable(by, [t.sent_bytes for t in trials], sent, "byte"),
-                "error": Variable(by, [t.error for t in trials], "error of the mean gradient"),
-                "what": texts(by, (t.what for t in trials), "why"),
-                "verdict": texts(by, (t.verdict for t in trials), "verdict"),
-            },
+            "trials": self._of_trials(number),
+        }
+
+    def _of_trials(self, place: Variable) -> dict[str, Variable]:
+        trials = self.trials
+        runs = max((len(t.seeds) for t in trials), default=0)
+        scores = np.full((len(trials), runs), np.nan)
+        seeds = np.full((len(trials), runs), -1, np.int64)
+        for i, t in enumerate(trials):
+            scores[i, : len(t.seeds)], seeds[i, : len(t.seeds)] = t.scores, t.seeds
+        tried = np.array([t.formats for t in trials], str).reshape(-1, len(self.places))
+        by, by_run = ("trial",), ("trial", "run")
+        sent = "payload of a step, of the rank that sends most"
+        return {
+            "trial": Variable(by, np.arange(len(trials)), "training"),
+            "place": place,
+            "run": Variable(("run",), np.arange(runs), "run of a training"),
+            "format": Variable(("trial", "place"), tried, "format of the place"),
+            "seed": Variable(by_run, seeds, "seed, -1: there is no such run"),
+            "score": Variable(by_run, scores, "score of the test samples"),
+            "sent_bytes": Variable(by, [t.sent_bytes for t in trials], sent, "byte"),
+            "error": Variable(by, [t.error for t in trials], "error of the mean gradient"),
+            "what": _texts(by, (t.what for t in trials), "why"),
+            "verdict": _texts(by, (t.verdict for t in trials), "verdict"),
         }
 
     @classmethod
@@ -246,7 +246,7 @@ class Evidence:
             sizes = parameters["values"][parameters["place"] == i]
             formats, errors = of["format"][order].tolist(), of["error"][i][order].tolist()
             of_place = low, high, tuple(formats), tuple(errors), tensor
-            places.append(Place(name, tuple(sizes.tolist()), *of_place))
+            places.append(SearchPlace(name, tuple(sizes.tolist()), *of_place))
         rows = [
             Trial(
                 tuple(trials["format"][i].tolist()),
@@ -263,11 +263,15 @@ class Evidence:
         return cls(attributes["asked"], tuple(places), tuple(rows), found)
 
 
+def _texts(dims: tuple[str, ...], values: Iterable[str], long_name: str) -> Variable:
+    return Variable(dims, np.array([*values], str), long_name)  # also if there are none
+
+
 BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and the result, with unseen seeds
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchTarget:
     """The target of a search.
 
     jobs: one for each seed
@@ -337,9 +341,32 @@ class Asked:
         return dump_toml(self.jobs[0].plain() | {"search": search})
 
 
-def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
+def asked_of(
+    arguments: argparse.Namespace, settings: Sequence[str], processes: int
+) -> SearchTarget:
     """Return the target. Raises ConfigError for one that cannot be searched."""
     of = arguments
+    _check_options(of)
+    jobs, train = load(of.file, settings), override(read_toml(of.file), settings).get("train", {})
+    if len({job.name for job in jobs}) > 1:
+        names = ", ".join(dict.fromkeys(job.name for job in jobs))
+        raise ConfigError(f"{of.file}: compare: has rows {names}: a search takes one")
+    if not {"seed", "seeds"} & train.keys():
+        raise ConfigError(f"{of.file}: train.seeds: is missing: a search needs to know them")
+    asked = SearchTarget(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds, of.over)
+    for key, (fits, allowed) in _needs(asked, jobs[0]).items():
+        if not fits:
+            raise ConfigError(f"{of.file}: {key}: a search takes {allowed}")
+    if asked.wire and processes * jobs[0].train.virtual_ranks == 1:
+        raise ConfigError(
+            f"{of.file}: one rank sends no gradient, nothing can be saved: mpirun or "
+            "train.virtual_ranks=2 or more, or --over arithmetic"
+        )
+    return asked
+
+
+def _check_options(of: argparse.Namespace) -> None:
+    """Raise ConfigError for options of no search."""
     if (of.budget is None) == (of.gradient_error is None):
         raise ConfigError("search: --budget POINTS or --gradient-error SHARE: give one of them")
     for name, value in (("--budget", of.budget), ("--gradient-error", of.gradient_error)):
@@ -354,42 +381,29 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
             f"search: --trials {of.trials}: must be {least} or more: {BEFORE} are of float32 and "
             f"uniform formats{with_unseen}"
         )
-    jobs, train = load(of.file, settings), override(read_toml(of.file), settings).get("train", {})
-    if len({job.name for job in jobs}) > 1:
-        names = ", ".join(dict.fromkeys(job.name for job in jobs))
-        raise ConfigError(f"{of.file}: compare: has rows {names}: a search takes one")
-    if not {"seed", "seeds"} & train.keys():
-        raise ConfigError(f"{of.file}: train.seeds: is missing: a search needs to know them")
-    job = jobs[0]
-    asked = Asked(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds, of.over)
+
+
+def _needs(asked: SearchTarget, job: Job) -> dict[str, tuple[bool, str]]:
+    """Return by key of a job whether it has a value that suits a search, and which do."""
     ruled = {key for rule in job.precision.rules for key in rule.said().keys() & PRODUCTS}
     constant = isinstance(job.controller, BySchedule) and job.train.loss_scaling == "static"
-    wrong = {
+    of_gradients = asked.arithmetic and asked.gradient_error is not None
+    return {
         "gradient.aggregator": (
             not asked.wire or type(job.gradient) in (LowBit, NoCompression), "none or lowbit"),
         "update.name": (isinstance(job.update, ByAllreduce), "allreduce"),
         "stages.count": (job.stages.count == 1, "1"),
-        "metric.name": (of.budget is None or job.metric.label == "accuracy", "accuracy: --budget "
-            "counts its points; other metrics take --gradient-error"),
+        "metric.name": (asked.budget is None or job.metric.label == "accuracy",
+            "accuracy: --budget counts its points; other metrics take --gradient-error"),
         "gradient.algorithm": (
             not asked.wire or getattr(job.gradient, "algorithm", "") != "mpi", "one that rounds"),
         "precision": (not asked.arithmetic or not ruled, f"no rule of {', '.join(sorted(ruled))} "
             "if it goes over arithmetic: it finds them"),
-        "record.thin": (
-            not (asked.arithmetic and of.gradient_error) or not job.record.thin,
+        "record.thin": (not of_gradients or not job.record.thin,
             "false if --gradient-error goes over arithmetic: it needs whole weights"),
-        "controller": (not asked.arithmetic or of.budget is not None or constant, "a constant "
+        "controller": (not of_gradients or constant, "a constant "
             "batch and loss scale if --gradient-error goes over arithmetic"),
     }  # fmt: skip
-    for key, (fits, allowed) in wrong.items():
-        if not fits:
-            raise ConfigError(f"{of.file}: {key}: a search takes {allowed}")
-    if asked.wire and processes * job.train.virtual_ranks == 1:
-        raise ConfigError(
-            f"{of.file}: one rank sends no gradient, nothing can be saved: mpirun or "
-            "train.virtual_ranks=2 or more, or --over arithmetic"
-        )
-    return asked
 
 
 CAPTION = (
@@ -419,62 +433,63 @@ def search_report(path: Path) -> Report:
     )
 
 
+class FoundFormat(NamedTuple):
+    """The format of a place in the result, and its share of all bits in %."""
+
+    place: SearchPlace
+    name: str
+    share: float
+
+    @property
+    def error(self) -> str:
+        return units.digits(self.place.errors[self.place.formats.index(self.name)])
+
+    @property
+    def exponents(self) -> str:
+        low, high = self.place.low, self.place.high
+        return units.Cell(f"{low} .. {high}", low=low, high=high)
+
+
 def _layers(of: Evidence) -> list[Section]:
     whole = of.bits(of.found)
     shares = [100 * bits / sum(whole) for bits in whole]
-    rows = list(zip(of.places, of.found, shares, strict=True))
-
-    def error(row: tuple[Place, str, float]) -> str:
-        place, name, _ = row
-        return units.digits(place.errors[place.formats.index(name)])
-
-    def exponents(row: tuple[Place, str, float]) -> str:
-        low, high = row[0].low, row[0].high
-        return units.Cell(f"{low} .. {high}", low=low, high=high)
-
+    rows = [FoundFormat(*row) for row in zip(of.places, of.found, shares, strict=True)]
     columns = [
-        Column[tuple[Place, str, float]]("layer", lambda r: r[0].name, numbers=False),
-        Column[tuple[Place, str, float]]("tensor", lambda r: r[0].tensor, numbers=False),
-        Column[tuple[Place, str, float]]("values", lambda r: units.fixed(r[0].values)),
-        Column[tuple[Place, str, float]]("exponents", exponents),
-        Column[tuple[Place, str, float]]("format", lambda r: r[1], numbers=False),
-        Column[tuple[Place, str, float]]("bits", lambda r: str(width(r[1]))),
-        Column[tuple[Place, str, float]]("share\n%", lambda r: units.fixed(r[2], 1)),
-        Column[tuple[Place, str, float]]("error", error),
+        Column[FoundFormat]("layer", lambda r: r.place.name, numbers=False),
+        Column[FoundFormat]("tensor", lambda r: r.place.tensor, numbers=False),
+        Column[FoundFormat]("values", lambda r: units.fixed(r.place.values)),
+        Column[FoundFormat]("exponents", lambda r: r.exponents),
+        Column[FoundFormat]("format", lambda r: r.name, numbers=False),
+        Column[FoundFormat]("bits", lambda r: str(width(r.name))),
+        Column[FoundFormat]("share\n%", lambda r: units.fixed(r.share, 1)),
+        Column[FoundFormat]("error", lambda r: r.error),
     ]
-    names = [place.label for place in of.places]
-    at = np.arange(len(names), dtype=float)
-    style = styles(["found", "share"])
-    bits = [float(width(name)) for name in of.found]
-    least = [float(width(place.formats[-1])) for place in of.places]
-    layers = Axis("layer", names=names)
-    chart = Chart(
+    table = tabulate("Layers", columns, rows, CAPTION)
+    return [Section("Layers", [_worth(of)], [table], [_bits_by_layer(rows)])]
+
+
+def _bits_by_layer(rows: Sequence[FoundFormat]) -> Chart:
+    at, style = np.arange(len(rows), dtype=float), styles(["found", "share"])
+    names = Axis("layer", names=[row.place.label for row in rows])
+    least = [float(width(row.place.formats[-1])) for row in rows]
+    bits = [float(width(row.name)) for row in rows]
+    found = [
+        Series("found", style["found"], bits, at, join="none"),
+        Series("fewest of use", Style(GREY, "|"), least, at, join="none"),
+        Series("", Style(GREY, ""), [8.0, 8.0], [-0.5, len(rows) - 0.5]),
+    ]
+    shares = Series("share", style["share"], [row.share for row in rows], at, join="none")
+    return Chart(
         "bits_by_layer",
         "Bits by layer",
         ["Found by the search; the line: eight bits."],
         "Bits of each layer's tensors, and which share of all bits they take.",
         [
-            Panel(
-                "",
-                Axis("bits a value", limits=(0, None)),
-                layers,
-                [
-                    Series("found", style["found"], bits, at, join="none"),
-                    Series("fewest of use", Style(GREY, "|"), least, at, join="none"),
-                    Series("", Style(GREY, ""), [8.0, 8.0], [-0.5, len(names) - 0.5]),
-                ],
-            ),
-            Panel(
-                "",
-                Axis("share of all bits / %", limits=(0, None)),
-                layers,
-                [Series("share", style["share"], shares, at, join="none")],
-            ),
+            Panel("", Axis("bits a value", limits=(0, None)), names, found),
+            Panel("", Axis("share of all bits / %", limits=(0, None)), names, [shares]),
         ],
         shared=False,
     )
-    table = tabulate("Layers", columns, rows, CAPTION)
-    return [Section("Layers", [_worth(of)], [table], [chart])]
 
 
 def _worth(of: Evidence) -> str:
@@ -506,11 +521,6 @@ def _named(of: Evidence, formats: Sequence[str]) -> str:
 
 
 def _trainings(of: Evidence) -> Section:
-    values = sum(place.values for place in of.places)
-
-    def bits(trial: Trial) -> float:
-        return sum(of.bits(trial.formats)) / values
-
     def beside(trial: Trial) -> str:
         base = of.trial((RAW,) * len(of.places), trial.seeds)
         if base is None or base is trial or isnan(trial.score):
@@ -538,25 +548,33 @@ def _trainings(of: Evidence) -> Section:
         Column[Trial]("error of\nthe mean", error),
         Column[Trial]("verdict", lambda t: t.verdict, numbers=False),
     ]
-    series = []
-    verdicts = list(dict.fromkeys(t.verdict if t.verdict in KNOWN else "fails" for t in of.trials))
-    for name, style in styles(verdicts).items():
-        some = [
-            (i, bits(t))
-            for i, t in enumerate(of.trials, 1)
-            if (t.verdict if t.verdict in KNOWN else "fails") == name
-        ]
-        x, y = zip(*some, strict=True)
-        series.append(Series(name, style, [float(i) for i in x], y, join="none"))
-    chart = Chart(
+    table = tabulate("Trainings", columns, of.trials, TRAININGS)
+    return Section("Trainings", tables=[table], charts=[_trial_history(of)])
+
+
+def _trial_history(of: Evidence) -> Chart:
+    values = sum(place.values for place in of.places)
+    by = grouped(
+        enumerate(of.trials, 1),
+        lambda row: row[1].verdict if row[1].verdict in KNOWN else "fails",
+    )
+    series = [
+        Series(
+            name,
+            style,
+            [float(i) for i, _ in by[name]],
+            [sum(of.bits(trial.formats)) / values for _, trial in by[name]],
+            join="none",
+        )
+        for name, style in styles(by).items()
+    ]
+    return Chart(
         "trial_history",
         "Trainings of the search",
         ["The first two: float32, and one format for all layers."],
         "Bits per value of each training, and the result.",
         [Panel("", Axis("training", "whole"), Axis("bits a value", "log2"), series)],
     )
-    table = tabulate("Trainings", columns, of.trials, TRAININGS)
-    return Section("Trainings", tables=[table], charts=[chart])
 
 
 KNOWN = WITHIN, BEYOND, NOT_MEASURED

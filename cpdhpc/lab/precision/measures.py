@@ -19,6 +19,7 @@ from ...collectives.allreduce import Allreduce
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.method import Segment, aps_shift
 from ...collectives.schedules import SCHEDULES
+from ...compress.base import Array
 from ...compress.bucket import Bucket
 from ...config import ConfigError
 from ...formats import (
@@ -41,7 +42,6 @@ from ...torch.precision.products import matmul
 from ...torch.precision.recording import Recorded, Tensor
 from ...world.ranks import Loopback
 
-Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 LOWEST, HIGHEST = -126, 127  # exponents of float32's normal numbers
@@ -78,7 +78,7 @@ def exponents(x: Floats) -> Exponents:
     return Exponents(counts[1:255].astype(np.int64), zeros, *others)
 
 
-class Error(NamedTuple):
+class ErrorNorms(NamedTuple):
     """The distance of values from exact ones; all NaN if there is nothing to compare with.
 
     relative: ||found - exact|| / ||exact||; largest: max|found - exact| / max|exact|
@@ -93,10 +93,10 @@ class Error(NamedTuple):
         return -20 * math.log10(self.relative) if self.relative else math.inf
 
 
-UNKNOWN = Error(math.nan, math.nan)
+UNKNOWN = ErrorNorms(math.nan, math.nan)
 
 
-def error(found: Array, exact: Array) -> Error:
+def error(found: Array, exact: Array) -> ErrorNorms:
     """Return the error of values in float64, of any shape: UNKNOWN for zeros, NaN and infinity.
 
     found, exact: of one shape. Raises ValueError for others.
@@ -113,7 +113,7 @@ def error(found: Array, exact: Array) -> Error:
     whole /= largest
     # By pairs, which is the same for any number of threads
     relative = math.sqrt(np.square(wrong).sum() / np.square(whole).sum())
-    return Error(relative, float(np.abs(wrong).max()))
+    return ErrorNorms(relative, float(np.abs(wrong).max()))
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _shift(flat: Floats, cast: Cast, scaling: str | int) -> int:
     return aps_shift(largest, fmt, 1, "none") if scaling == "aps" else 0
 
 
-class Way(NamedTuple):
+class SumWay(NamedTuple):
     """A way to sum over ranks: an algorithm of the all-reduce, and how partial sums are kept."""
 
     algorithm: str
@@ -198,19 +198,19 @@ class Way(NamedTuple):
 
 ANY = "any"  # algorithm: exact sums are the same in all
 WAYS = (
-    *(Way(name, each) for name, row in SCHEDULES.items() for each in row.accumulates),
-    Way(ANY, EXACT),
+    *(SumWay(name, each) for name, row in SCHEDULES.items() for each in row.accumulates),
+    SumWay(ANY, EXACT),
 )
 
 
 def sum_error(
     rows: Sequence[Floats],
     wire: str,
-    way: Way,
+    way: SumWay,
     scaling: str,
     segments: Sequence[Segment] | None = None,
     **options: Any,
-) -> Error:
+) -> ErrorNorms:
     """Return the error of the sum over ranks, as in a training on so many ranks.
 
     rows: float32, of one shape, a contribution for each rank
@@ -230,7 +230,7 @@ def sum_error(
     return error(done.arrays[0], exact)
 
 
-def product_error(a: Floats, b: Floats, **how: Any) -> Error:
+def product_error(a: Floats, b: Floats, **how: Any) -> ErrorNorms:
     """Return the error of cpdhpc.torch.precision.matmul(a, b, **how) against a @ b in float64."""
     return error(matmul(a, b, **how), a.astype(np.float64) @ b.astype(np.float64))
 

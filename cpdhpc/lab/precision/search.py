@@ -20,14 +20,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
 from ...collectives.checks import NonFiniteGradient
 from ...compress import Aggregator, Context, LowBit, NoCompression, State
+from ...compress.base import Array
 from ...compress.bucket import Bucket
 from ...compress.lowbit import LayerWire
 from ...config import ConfigError, Raw, UserError, difference, dump_toml, validate
@@ -46,7 +45,8 @@ from ..train.command import Trainer
 from ..train.gradients import Gradients, load
 from ..train.imports import ImportedAggregator
 from ..train.job import MAY_DIFFER, Job
-from ..train.loop import Diverged, gradient_of
+from ..train.loop import gradient_of
+from ..train.losses import Diverged
 from ..train.setup import prepare, samples_of
 from .evidence import (
     BEYOND,
@@ -57,9 +57,9 @@ from .evidence import (
     SUMS,
     WIRE,
     WITHIN,
-    Asked,
     Evidence,
-    Place,
+    SearchPlace,
+    SearchTarget,
     Trial,
     width,
 )
@@ -74,14 +74,18 @@ IN_PLACE = "to be put in place of the job's own, which rounds"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
 RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are recorded
 PRODUCTS_OF_A_LAYER = "forward", "input_gradient", "weight_gradient"
-Task = tuple[str, Callable[[], list[Place]]]  # of a layer: a function that returns its places
+LayerTask = tuple[
+    str, Callable[[], list[SearchPlace]]
+]  # of a layer: a function that returns its places
 Levels = tuple[int, ...]  # for each place the index of its format
 
 
 class Search:
     """A running search. All processes decide identically, by numbers of process 0, which writes."""
 
-    def __init__(self, asked: Asked, directory: Path, trainer: Trainer, resume: bool) -> None:
+    def __init__(
+        self, asked: SearchTarget, directory: Path, trainer: Trainer, resume: bool
+    ) -> None:
         self.asked, self.directory, self.trainer = asked, directory, trainer
         self.world, self.resume = trainer.world, resume
         ranks = trainer.world_of(asked.jobs[0])  # virtual ones included
@@ -217,15 +221,15 @@ class Search:
 
         return self.world.on_first(tidied, "search")
 
-    def _proposed(self, job: Job, files: list[Path]) -> tuple[Place, ...]:
+    def _proposed(self, job: Job, files: list[Path]) -> tuple[SearchPlace, ...]:
         """Return the places with their formats, from the recordings of float32. Collective."""
         world, asked = self.world, self.asked
         path = Files.of(self.directory / RUNS, job).recording(job)
 
-        def of_process() -> list[tuple[int, list[Place], str]]:
-            recorded, tasks = [gradients.load(each) for each in files], list[Task]()
+        def of_process() -> list[tuple[int, list[SearchPlace], str]]:
+            recorded, tasks = [gradients.load(each) for each in files], list[LayerTask]()
 
-            def of_wire(name: str, names: list[str]) -> list[Place]:
+            def of_wire(name: str, names: list[str]) -> list[SearchPlace]:
                 return [proposed(name, names, asked.method, recorded)]
 
             if asked.wire:
@@ -388,7 +392,7 @@ class Search:
         return min(offered, key=bits).formats
 
 
-def saved(place: Place, level: int) -> int:
+def saved(place: SearchPlace, level: int) -> int:
     """Return the bits that a place's next format saves."""
     return place.bits(place.formats[level]) - place.bits(place.formats[level + 1])
 
@@ -397,11 +401,11 @@ def stepped(levels: Levels, place: int) -> Levels:
     return (*levels[:place], levels[place] + 1, *levels[place + 1 :])
 
 
-def formats_of(places: Sequence[Place], levels: Levels) -> tuple[str, ...]:
+def formats_of(places: Sequence[SearchPlace], levels: Levels) -> tuple[str, ...]:
     return tuple(place.formats[at] for place, at in zip(places, levels, strict=True))
 
 
-def rules_of(places: Sequence[Place], formats: Sequence[str], wires: bool) -> list[Raw]:
+def rules_of(places: Sequence[SearchPlace], formats: Sequence[str], wires: bool) -> list[Raw]:
     """Return the rules of [precision] for rounded tensors; wires: and for the wires."""
     rules: dict[str, Raw] = {}
     for place, name in zip(places, formats, strict=False):
@@ -415,7 +419,7 @@ def rules_of(places: Sequence[Place], formats: Sequence[str], wires: bool) -> li
     return [rule for rule in rules.values() if len(rule) > 1]
 
 
-def narrowing(places: Sequence[Place]) -> list[Levels]:
+def narrowing(places: Sequence[SearchPlace]) -> list[Levels]:
     """Return steps from the most bits to the fewest; each saves the most bits for its error.
 
     The squares of the places' errors are added, as if they were independent.
@@ -443,7 +447,7 @@ def told(evidence: Evidence, trial: Trial) -> str:
     return f"{trial.what}: {bits} bits per value{sent}{score}{error}: {trial.verdict}"
 
 
-def policy(evidence: Evidence, asked: Asked) -> str:
+def policy(evidence: Evidence, asked: SearchTarget) -> str:
     """Return the result as TOML, with its value as comments.
 
     Rules of [precision]; if float32 sends the fewest bytes, a [gradient] that sends it.
@@ -477,8 +481,6 @@ def policy(evidence: Evidence, asked: Asked) -> str:
     return "\n".join(lines) + "\n" + dump_toml(tables)
 
 
-Array = npt.NDArray[Any]
-
 BITS = (16, 12, 10, 8, 7, 6, 5, 4, 3)
 FORMATS = (  # bf16, and of each width all formats with 2 to 5 exponent bits
     "bf16",
@@ -506,7 +508,7 @@ def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 def proposed(
     name: str, parameters: Sequence[str], method: LowBit, recorded: Sequence[Gradients]
-) -> Place:
+) -> SearchPlace:
     """Return a layer's gradients with float32 and the useful formats.
 
     These have fewer bits than float32, including whole tiles; none has fewer bits than another and
@@ -523,7 +525,7 @@ def proposed(
     owns = [float(np.sum(np.square(np.mean(row, axis=0, dtype=np.float64)))) for row in rows]
     own = math.sqrt(math.fsum(o / (n or 1.0) for o, n in zip(owns, norms, strict=True)) / len(rows))
     sizes = tuple(int(np.prod(shape)) for shape in shapes)
-    plain = Place(name, sizes, *span([row for each in rows for row in each]), (RAW,), (0.0,))
+    plain = SearchPlace(name, sizes, *span([row for each in rows for row in each]), (RAW,), (0.0,))
 
     def lost(wire: str) -> float:
         if plain.bits(wire) >= plain.bits(RAW):  # few values, whose tiles are mostly empty
@@ -541,8 +543,8 @@ def proposed(
 
 
 def laddered(
-    plain: Place, names: Iterable[str], lost: Callable[[str], float], most: float
-) -> Place:
+    plain: SearchPlace, names: Iterable[str], lost: Callable[[str], float], most: float
+) -> SearchPlace:
     """Return a place with float32 and those formats of which none has fewer bits and less error.
 
     lost: error of a format; most: its upper limit
@@ -565,7 +567,7 @@ def span(arrays: Iterable[Array]) -> tuple[int, int]:
     return (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
 
 
-def in_products(recorded: Recorded, name: str) -> list[Place]:
+def in_products(recorded: Recorded, name: str) -> list[SearchPlace]:
     """Return a layer's operands, weight gradients and sums with float32 and the useful formats.
 
     Errors are those of its three products against float64, root mean squares over the products that
@@ -598,8 +600,8 @@ def in_products(recorded: Recorded, name: str) -> list[Place]:
         return _mean_square([product_error(a, b, **how).relative
                              for each in whole.values() for a, b in each.values()])  # fmt: skip
 
-    def plain(kind: str, size: int, arrays: Sequence[Array]) -> Place:
-        return Place(name, (size,), *span(arrays), (RAW,), (0.0,), kind)
+    def plain(kind: str, size: int, arrays: Sequence[Array]) -> SearchPlace:
+        return SearchPlace(name, (size,), *span(arrays), (RAW,), (0.0,), kind)
 
     found = []
     for kind, size in sizes.items():

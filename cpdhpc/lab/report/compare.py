@@ -77,14 +77,14 @@ class Comparison:
         return [*known, *(change for change in found if isnan(change.times.value))]
 
 
-Share = Annotated[float, Field(ge=0)]
+Tolerance = Annotated[float, Field(ge=0)]
 
 
 class CaseTolerance(ConfigSection):
     """[[case]]: the share by which the times of points may be longer; where: as of report."""
 
     where: Annotated[tuple[str, ...], Field(strict=False)]
-    tolerance: Share
+    tolerance: Tolerance
 
 
 class Reference(ConfigSection):
@@ -94,7 +94,7 @@ class Reference(ConfigSection):
     """
 
     study: str
-    tolerance: Share = 0.0
+    tolerance: Tolerance = 0.0
     case: Annotated[tuple[CaseTolerance, ...], Field(strict=False)] = ()
 
     def of(self, points: Sequence[Point]) -> list[float]:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...lazy import Late
 from . import units
 
 if TYPE_CHECKING:
+    from matplotlib import ticker
     from matplotlib.figure import Figure
+else:
+    ticker = Late("matplotlib.ticker")
 
 # Neighbours differ in lightness; each is at least 2.1:1 in contrast with white.
 COLOURS = (
@@ -210,14 +214,6 @@ class Axis:
             set_limits(start, end)
 
     def _scale(self, axis: Any, set_scale: Any) -> None:
-        from matplotlib.ticker import (
-            FixedLocator,
-            FuncFormatter,
-            LogLocator,
-            NullFormatter,
-            NullLocator,
-        )
-
         if not self.logarithmic:
             set_scale("linear")
             if self.scale == "whole":
@@ -228,14 +224,14 @@ class Axis:
         if name is None:
             low, high = axis.get_view_interval()
             marks = next((marks for apart, marks in MARKED.items() if high < apart * low), (1,))
-            axis.set_major_locator(LogLocator(10, marks, numticks=15))
-            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_locator(ticker.LogLocator(10, marks, numticks=15))
+            axis.set_minor_formatter(ticker.NullFormatter())
         else:
-            axis.set_minor_locator(NullLocator())
+            axis.set_minor_locator(ticker.NullLocator())
             if self.ticks:
-                axis.set_major_locator(FixedLocator(list(self.marks)))
+                axis.set_major_locator(ticker.FixedLocator(list(self.marks)))
         text = name or (lambda value: f"{value:,.10g}")
-        axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))
 
 
 def spread(
@@ -384,12 +380,10 @@ def panels_with(
 
 
 def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     above = axes.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
-    above.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    above.xaxis.set_major_locator(ticker.FixedLocator(list(ticks)))
     above.xaxis.set_major_formatter("{x:g}")
-    above.xaxis.set_minor_locator(NullLocator())
+    above.xaxis.set_minor_locator(ticker.NullLocator())
     above.set_xlabel(label)
 
 

@@ -23,7 +23,7 @@ from .figures import BLACK, GREY, Axis, Chart, Panel, Series, Style, spread, sty
 from .points import (
     UNKNOWN,
     Estimate,
-    Layout,
+    Facets,
     Line,
     SeedGroup,
     finite,
@@ -139,7 +139,7 @@ def fit(file: StudyFile, line: Line) -> Fit | None:
     return None if isnan(share.value) else Fit(law, line, share)
 
 
-def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
+def law_table(file: StudyFile, layout: Facets, fits: Sequence[Fit]) -> Table:
     """Return the table of serial shares."""
 
     def interval(found: Fit) -> str:
@@ -190,7 +190,7 @@ def work_for(level: float, works: Sequence[float], efficiencies: Sequence[float]
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkCurve:
     """Points that differ only in the work, and the work for each of LEVELS."""
 
     group: SeedGroup
@@ -211,8 +211,8 @@ def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]
     if not found:
         return []
     names = varying([place.group.factors for place in found], {*SHAPE, work})
-    by = Column[Place]("method", lambda p: label(p.group.factors, names) or units.NONE, False)
-    columns: list[Column[Place]] = [
+    by = Column[WorkCurve]("method", lambda p: label(p.group.factors, names) or units.NONE, False)
+    columns: list[Column[WorkCurve]] = [
         *([by] if names else []),
         Column("ranks", lambda p: str(p.group.ranks)),
         *(Column(f"for\n{100 * level:g} %", partial(_work, i)) for i, level in enumerate(LEVELS)),
@@ -238,15 +238,15 @@ def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]
     return [Section("Isoefficiency", tables=[table], charts=[chart])]
 
 
-def _work(level: int, place: Place) -> str:
+def _work(level: int, place: WorkCurve) -> str:
     return units.with_interval(*place.work[level])
 
 
-def _place(groups: Sequence[SeedGroup], work: str) -> Place:
+def _place(groups: Sequence[SeedGroup], work: str) -> WorkCurve:
     alike = sorted(groups, key=lambda group: float(group.factors[work]))
     works = [float(group.factors[work]) for group in alike]
     efficiencies = [group.efficiency for group in alike]
-    return Place(
+    return WorkCurve(
         alike[0],
         tuple(
             Estimate(*(work_for(level, works, [e[i] for e in efficiencies]) for i in (0, 2, 1)))
@@ -255,7 +255,7 @@ def _place(groups: Sequence[SeedGroup], work: str) -> Place:
     )
 
 
-def _lines(places: Sequence[Place]) -> list[Series]:
+def _lines(places: Sequence[WorkCurve]) -> list[Series]:
     ordered = sorted(places, key=lambda place: place.group.ranks)
     found = []
     for i, (name, style) in enumerate(COLOURS.items()):

@@ -12,7 +12,7 @@ from ..schedulers import SCHEDULERS
 from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file, table_of
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
-from .points import Estimate, label, median, ratio, varying
+from .points import UNKNOWN, Estimate, label, median, ratio, varying
 from .tables import Column, Report, Section, Table, slug, tabulate
 
 TIME = "time"
@@ -65,16 +65,13 @@ def latest(library: Path, file: StudyFile) -> Path:
 
 
 @dataclass(frozen=True)
-class Stage:
+class HistoryPoint:
     """A point in one of the files, or none; by: times of the file before, NaN without one."""
 
     file: StudyFile
     point: Point | None
     value: Estimate
     by: Estimate
-
-
-NOTHING = Estimate(nan, nan, nan)
 
 
 def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
@@ -141,19 +138,19 @@ def _check(files: Sequence[StudyFile]) -> None:
 Key = frozenset[tuple[str, int | float | str]]  # the factors of a point
 
 
-def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[Stage]]:
+def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[HistoryPoint]]:
     """Return the stages of each point, by its factors, a stage for each file."""
     every = [{frozenset(p.factors.items()): p for p in file.points} for file in files]
-    rows: dict[Key, list[Stage]] = {}
+    rows: dict[Key, list[HistoryPoint]] = {}
     for factors in dict.fromkeys(each for points in every for each in points):
         before: Point | None = None
         for file, points in zip(files, every, strict=True):
             point = points.get(factors)
-            by = NOTHING
+            by = UNKNOWN
             if point is not None and before is not None:
                 by = _by(metric, before, point, file.level)
             rows.setdefault(factors, []).append(
-                Stage(file, point, _value(metric, point, file.level), by)
+                HistoryPoint(file, point, _value(metric, point, file.level), by)
             )
             before = point or before
     if all(isnan(stage.value.value) for stages in rows.values() for stage in stages):
@@ -166,7 +163,7 @@ def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[Stage]]:
 
 def _value(metric: str, point: Point | None, level: float) -> Estimate:
     if point is None:
-        return NOTHING
+        return UNKNOWN
     if metric == TIME:
         return Estimate(*(point.summary[f"{name}_s"] for name in ("median", "ci_low", "ci_high")))
     if metric in point.metrics:
@@ -185,8 +182,8 @@ def _by(metric: str, before: Point, after: Point, level: float) -> Estimate:
     return Estimate(by, by, by)
 
 
-def _table(shown: Mapping[str, Sequence[Stage]], heads: Sequence[str], metric: str) -> Table:
-    def cell(at: int, row: tuple[str, Sequence[Stage]]) -> str:
+def _table(shown: Mapping[str, Sequence[HistoryPoint]], heads: Sequence[str], metric: str) -> Table:
+    def cell(at: int, row: tuple[str, Sequence[HistoryPoint]]) -> str:
         stages = row[1]
         value = stages[at].value.value
         text = units.time(value) if metric == TIME else units.digits(value)
@@ -194,7 +191,7 @@ def _table(shown: Mapping[str, Sequence[Stage]], heads: Sequence[str], metric: s
         mark = "" if isnan(by.low) or by.low <= 1 <= by.high else " (+)" if by.low > 1 else " (-)"
         return f"{text}{mark}" if mark else text
 
-    columns: list[Column[tuple[str, Sequence[Stage]]]] = [
+    columns: list[Column[tuple[str, Sequence[HistoryPoint]]]] = [
         Column("point", lambda row: row[0], numbers=False),
         *(Column(head.replace(" ", "\n"), partial(cell, at)) for at, head in enumerate(heads)),
     ]
@@ -204,7 +201,7 @@ def _table(shown: Mapping[str, Sequence[Stage]], heads: Sequence[str], metric: s
 
 def _chart(
     files: Sequence[StudyFile],
-    shown: Mapping[str, Sequence[Stage]],
+    shown: Mapping[str, Sequence[HistoryPoint]],
     heads: Sequence[str],
     metric: str,
     unit: str,
@@ -227,18 +224,18 @@ def _chart(
     )
 
 
-def _relative(stages: Sequence[Stage]) -> list[Estimate]:
+def _relative(stages: Sequence[HistoryPoint]) -> list[Estimate]:
     first = next((s.value.value for s in stages if s.value.value > 0), nan)
     return [Estimate(*(value / first for value in stage.value)) for stage in stages]
 
 
-def _most(stages: Sequence[Stage]) -> float:
+def _most(stages: Sequence[HistoryPoint]) -> float:
     return max(
         (abs(each.value - 1) for each in _relative(stages) if not isnan(each.value)), default=0.0
     )
 
 
-def _series(name: str, stages: Sequence[Stage], style: object) -> Series:
+def _series(name: str, stages: Sequence[HistoryPoint], style: object) -> Series:
     known = [(i, each) for i, each in enumerate(_relative(stages)) if not isnan(each.value)]
     return Series(
         name,

@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...lazy import Late
 from . import units
-from .figures import (
-    HEIGHT,
-    NO_VALUE,
-    Axis,
-    Chart,
-    Map,
-    Panel,
-    Series,
-    Values,
-    edges,
-    legend_of,
-)
+from .figures import HEIGHT, NO_VALUE, Axis, Chart, Map, Panel, Series, Values, edges, legend_of
 
 if TYPE_CHECKING:
-    from bokeh.models import GlyphRenderer
+    from bokeh import models, plotting
+    from bokeh.models import GlyphRenderer, glyphs
     from bokeh.plotting import figure as Figure
+else:
+    models, plotting, glyphs = map(Late, ("bokeh.models", "bokeh.plotting", "bokeh.models.glyphs"))
 
 MARKERS = {  # matplotlib's: Bokeh's, and by how much it is turned
     "o": ("circle", 0.0),
@@ -87,9 +80,6 @@ def item(chart: Chart) -> Any:
 
 def _plot(chart: Chart, panel: Panel | Map, first: Any) -> Figure:
     """Return an empty plot. first: one that it shares its axes with, None: has its own."""
-    from bokeh.models import BasicTickFormatter, LogTicker, Title
-    from bokeh.plotting import figure
-
     ends: dict[str, Any] = {
         "x_range": first.x_range if first else _between(*panel.x.ends("x")),
         "y_range": first.y_range if first else _between(*panel.y.ends("y")),
@@ -98,11 +88,11 @@ def _plot(chart: Chart, panel: Panel | Map, first: Any) -> Figure:
         ends["y_range"] = _between(0.0, panel.ceiling)
     elif isinstance(panel, Map):
         ends["y_range"] = _between(len(panel.rows) - 0.5, -0.5)
-    plot = figure(
+    plot = plotting.figure(
         height=round(INCH * HEIGHT * chart.scale[1]),
         min_width=220,
         sizing_mode="stretch_width",
-        title=Title(text=_plain(panel.title) or ""),
+        title=models.Title(text=_plain(panel.title) or ""),
         x_axis_type="log" if panel.x.logarithmic else "linear",
         y_axis_type="log" if panel.y.logarithmic else "linear",
         tools=TOOLS,
@@ -117,7 +107,7 @@ def _plot(chart: Chart, panel: Panel | Map, first: Any) -> Figure:
         axis.minor_tick_line_color = None
         if of.logarithmic:
             base = 10 if of.scale == "log" else 2
-            axis.ticker, axis.formatter = LogTicker(base=base), BasicTickFormatter()
+            axis.ticker, axis.formatter = models.LogTicker(base=base), models.BasicTickFormatter()
         _mark(axis, of.marks)
     if panel.x.names:
         plot.xaxis.major_label_orientation = 0.5
@@ -126,25 +116,21 @@ def _plot(chart: Chart, panel: Panel | Map, first: Any) -> Figure:
 
 def _between(start: float | None, end: float | None) -> Any:
     """Return a range with these ends; None: from the data."""
-    from bokeh.models import DataRange1d, Range1d
-
     if start is not None and end is not None:
-        return Range1d(start, end)
-    return DataRange1d(**{k: v for k, v in (("start", start), ("end", end)) if v is not None})
+        return models.Range1d(start, end)
+    return models.DataRange1d(
+        **{k: v for k, v in (("start", start), ("end", end)) if v is not None}
+    )
 
 
 def _plain(text: str) -> Any:
     """Return text that the library takes as it is; of $$ and the like it would make formulas."""
-    from bokeh.models import PlainText
-
-    return PlainText(text=text) if text else None
+    return models.PlainText(text=text) if text else None
 
 
 def _mark(axis: Any, marks: dict[float, str]) -> None:
-    from bokeh.models import FixedTicker
-
     if marks:
-        axis.ticker = FixedTicker(ticks=list(marks))
+        axis.ticker = models.FixedTicker(ticks=list(marks))
         axis.major_label_overrides = {at: _plain(name) for at, name in marks.items()}
 
 
@@ -155,8 +141,6 @@ def _numbers(values: Values) -> list[float]:
 
 def _draw_panel(plot: Figure, panel: Panel, keys: dict[str, list[GlyphRenderer]]) -> None:
     """Draw series and ranges. keys: label of the legend -> its renderers, to which it adds."""
-    from bokeh.models import LinearAxis
-
     shown = list[Any]()
     for series in panel.series:
         drawn = _draw_series(plot, panel, series)
@@ -170,30 +154,25 @@ def _draw_panel(plot: Figure, panel: Panel, keys: dict[str, list[GlyphRenderer]]
                   text_font_style="bold")  # fmt: skip
     if panel.top:
         label, factor, ticks = panel.top
-        above = LinearAxis(axis_label=_plain(label), axis_label_text_font_style="normal")
+        above = models.LinearAxis(axis_label=_plain(label), axis_label_text_font_style="normal")
         _mark(above, {tick / factor: f"{tick:g}" for tick in ticks})
         plot.add_layout(above, "above")
     _hover(plot, shown, [("", "$name"), (panel.x.label, "@at"), (panel.y.label, "@value")])
 
 
 def _hover(plot: Figure, renderers: Sequence[Any], rows: Sequence[tuple[str, str]]) -> None:
-    from bokeh.models import HoverTool
-
-    plot.add_tools(HoverTool(renderers=list(renderers), tooltips=list(rows), line_policy="nearest",
-                             point_policy="snap_to_data"))  # fmt: skip
+    how: Any = {"line_policy": "nearest", "point_policy": "snap_to_data"}
+    plot.add_tools(models.HoverTool(renderers=list(renderers), tooltips=list(rows), **how))
 
 
 def _draw_series(plot: Figure, panel: Panel, series: Series) -> list[GlyphRenderer]:
     """Draw a series; return its renderers, the last of which is under the mouse."""
-    from bokeh.models import CDSView, ColumnDataSource, Glyph, IndexFilter
-    from bokeh.models.glyphs import Line, Scatter, Segment, Step
-
     data: dict[str, Any] = {"x": _numbers(series.x), "y": _numbers(series.y)}
     data["at"] = _texts(panel.x, np.asarray(series.x) / series.aside, series.x_low, series.x_high)
     data["value"] = _texts(panel.y, series.y, series.low, series.high)
-    look, drawn, source = series.style, list[Any](), ColumnDataSource(data)
+    look, drawn, source = series.style, list[Any](), models.ColumnDataSource(data)
 
-    def add(glyph: Glyph, **view: CDSView) -> None:
+    def add(glyph: models.Glyph, **view: models.CDSView) -> None:
         drawn.append(plot.add_glyph(source, glyph, name=series.label, **view))
 
     for along, a, b in (("y", series.low, series.high), ("x", series.x_low, series.x_high)):
@@ -202,24 +181,24 @@ def _draw_series(plot: Figure, panel: Panel, series: Series) -> list[GlyphRender
             for end, values in zip("01", (a, b), strict=True):
                 names[f"{along}{end}"] = f"{along}{end}"
                 source.data[f"{along}{end}"] = _numbers(values)
-            add(Segment(**names, line_color=look.color, line_width=1.5))
+            add(glyphs.Segment(**names, line_color=look.color, line_width=1.5))
     width, dash = 1.2 * series.line.get("linewidth", 1.3), series.line["linestyle"]
     if dash != "none":
         steps = {"mode": "after"} if "drawstyle" in series.line else {}
         pattern = [] if isinstance(dash, str) else [max(1, round(width * n)) for n in dash[1]]
         line = {"line_color": look.color, "line_width": width, "line_dash": pattern}
-        add((Step if steps else Line)(x="x", y="y", **steps, **line))
+        add((glyphs.Step if steps else glyphs.Line)(x="x", y="y", **steps, **line))
     if look.marker:
         name, angle = MARKERS[look.marker]
         edge, width = (look.color, 2.0) if series.plain else ("black", 0.7)
-        marks = Scatter(x="x", y="y", marker=name, angle=angle, size=9, fill_color=look.color,
-                        line_color=edge, line_width=width)  # fmt: skip
+        colours: Any = {"fill_color": look.color, "line_color": edge, "line_width": width}
+        marks = glyphs.Scatter(x="x", y="y", marker=name, angle=angle, size=9, **colours)
         start, step = series.every
         if step == 1:
             add(marks)
         else:  # the line shows every value
-            some = IndexFilter(list(range(start, len(data["x"]), step)))
-            add(marks, view=CDSView(filter=some))
+            some = models.IndexFilter(list(range(start, len(data["x"]), step)))
+            add(marks, view=models.CDSView(filter=some))
             drawn[-2:] = drawn[:-3:-1]
     return drawn
 
@@ -235,14 +214,11 @@ def _legend(
     panels: Iterable[Panel | Map], keys: dict[str, list[GlyphRenderer]], wide: int
 ) -> Figure:
     """Return a plot of its own with the legend below all panels: a click hides a series."""
-    from bokeh.models import Legend, LegendItem, Range1d
-    from bokeh.plotting import figure
-
     widest = max(map(len, keys)) * CHARACTER + KEY
     columns = max(1, min(len(keys), wide // int(widest)))
-    plot = figure(height=ROW * -(-len(keys) // columns) + 12, sizing_mode="stretch_width",
+    plot = plotting.figure(height=ROW * -(-len(keys) // columns) + 12, sizing_mode="stretch_width",
                   tools="", toolbar_location=None, outline_line_color=None,
-                  x_range=Range1d(0, 1), y_range=Range1d(0, 1))  # fmt: skip
+                  x_range=models.Range1d(0, 1), y_range=models.Range1d(0, 1))  # fmt: skip
     plot.axis.visible = plot.grid.visible = False
     first = {each.label: each for panel in panels for each in reversed(panel.series)}
     items = []
@@ -250,24 +226,23 @@ def _legend(
         series = first[label]
         bare = Series(label, series.style, [-1], [-1], join=series.join)  # out of sight
         samples = _draw_series(plot, Panel("", Axis(""), Axis(""), []), bare)
-        items.append(LegendItem(label={"value": label}, renderers=[*samples, *renderers]))
-    plot.add_layout(Legend(items=items, click_policy="hide", ncols=columns, location="center",
-                           orientation="horizontal", spacing=8,
-                           border_line_color=None, margin=0, padding=2))  # fmt: skip
+        items.append(models.LegendItem(label={"value": label}, renderers=[*samples, *renderers]))
+    around: Any = {"spacing": 8, "border_line_color": None, "margin": 0, "padding": 2}
+    where: Any = {"location": "center", "orientation": "horizontal", "ncols": columns}
+    plot.add_layout(models.Legend(items=items, click_policy="hide", **where, **around))
     return plot
 
 
 def _draw_map(plot: Figure, panel: Map, colours: str) -> None:
-    from bokeh.models import ColorBar, ColumnDataSource, LinearColorMapper, Quad
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     shades = [to_hex(colour) for colour in colormaps["YlGnBu"](np.linspace(0, 1, SHADES))]
-    mapper = LinearColorMapper(palette=shades, low=0, high=100, nan_color=NO_VALUE)
+    mapper = models.LinearColorMapper(palette=shades, low=0, high=100, nan_color=NO_VALUE)
     at, ends = np.asarray(panel.places, float), edges(panel.places)
     rows, columns = np.indices(panel.values.shape).reshape(2, -1)
     values = panel.values.ravel()
-    source = ColumnDataSource(
+    source = models.ColumnDataSource(
         {
             "row": rows.tolist(),
             "top": (rows - 0.5).tolist(),
@@ -280,10 +255,10 @@ def _draw_map(plot: Figure, panel: Map, colours: str) -> None:
             "value": [f"{v:.3g} %" if isfinite(v) else units.NONE for v in values],
         }
     )
-    quad = Quad(line_color=None, fill_color={"field": "percent", "transform": mapper})
+    quad = models.Quad(line_color=None, fill_color={"field": "percent", "transform": mapper})
     cells = plot.add_glyph(source, quad)
     plot.x_range = _between(float(ends[0]), float(ends[-1]))
     _mark(plot.yaxis, dict(enumerate(map(str, panel.rows))))
     plot.yaxis.major_label_text_font_size = "9px"
-    plot.add_layout(ColorBar(color_mapper=mapper, title=_plain(colours), width=8), "right")
+    plot.add_layout(models.ColorBar(color_mapper=mapper, title=_plain(colours), width=8), "right")
     _hover(plot, [cells], [("", "@of"), (panel.x.label, "@at"), ("", "@value")])

@@ -10,14 +10,14 @@ from ..study_data import SHAPE
 from ..study_data.study_file import ReportError, StudyFile
 from . import units
 from .figures import Chart
-from .points import Layout, SeedGroup, is_number, label, of_factors, varying
+from .points import Facets, SeedGroup, is_number, label, of_factors, varying
 from .scaling import Choice, chosen
 from .tables import Column, Section, Table, tabulate
 
 BETTER = {"lower": "lower is better", "higher": "higher is better", "": "recorded only"}
 
 
-def metric_sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def metric_sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return a section for each metric: its medians with intervals, and a figure of them."""
     found = []
     for name, row in file.metrics.items():

@@ -338,7 +338,7 @@ class Panels:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Facets:
     """panels, lines: factors that name panels and lines; styles: of each line's name.
 
     free: factors that are not the same in a series
@@ -352,7 +352,7 @@ class Layout:
     every: Sequence[SeedGroup] = ()
 
     @classmethod
-    def of(cls, file: StudyFile, groups: Sequence[SeedGroup], apart: Sequence[str]) -> Layout:
+    def of(cls, file: StudyFile, groups: Sequence[SeedGroup], apart: Sequence[str]) -> Facets:
         """Return the layout of a study's figures.
 
         apart: words that have panels of their own; numbers have that words do not decide
@@ -374,7 +374,7 @@ class Layout:
         lines: Sequence[str],
         free: Collection[str],
         factors: Sequence[Factors],
-    ) -> Layout:
+    ) -> Facets:
         """Return a layout from the factors that name panels and lines, of points with factors."""
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         known = dict(zip(baselines, LIBRARIES, strict=False))

@@ -19,7 +19,7 @@ from .figures import BOUND, IDEAL, Axis, Chart, Join, Scale, Series, Style, pane
 from .fits import Fit, fit, isoefficiency, law_table
 from .points import (
     Estimate,
-    Layout,
+    Facets,
     Line,
     Panels,
     SeedGroup,
@@ -38,7 +38,7 @@ from .points import (
 from .tables import Column, Section, Table, tabulate
 
 
-def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return the section, none if no series has points at two places."""
     panels = panels_over(file, groups, layout)
     if panels is None:
@@ -54,14 +54,14 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     return [Section(title, tables=tables, charts=drawn), *isoefficiency(file, groups)]
 
 
-def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Panels | None:
+def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> Panels | None:
     """Return the panels of the series that have points at several places; None without any."""
     over = file.over
     found = [each for each in layout.series(groups) if len({g.factors[over] for g in each}) > 1]
     return layout.arrange(found, without=[over]) if found else None
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
+def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> Table:
     """Return the table of throughputs, or of speed-ups."""
     _, *times = timing(file)
     over = [file.over] if file.over != "ranks" else []  # which has a column in any case
@@ -435,7 +435,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     return Section("Chosen", charts=[chart])
 
 
-def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Layout:
+def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Facets:
     """Return the layout; factors not named separate panels, or series if panels are named.
 
     So no series has two points at a place. What others decide parts nothing.
@@ -457,7 +457,7 @@ def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str
     to_lines = left if choice.panel else words
     lines = [*choice.by, *to_lines]
     panels = [*choice.panel, *(n for n in left if n not in to_lines)]
-    return Layout.named(panels, lines, {*free, *SHAPE} - {*panels, *lines}, factors)
+    return Facets.named(panels, lines, {*free, *SHAPE} - {*panels, *lines}, factors)
 
 
 def _axis(x: str, places: Sequence[float], names: Sequence[str]) -> Axis:

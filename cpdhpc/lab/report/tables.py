@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from math import isfinite
-from typing import Any, Generic, TypeVar
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as RichTable
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .figures import Chart
 from .units import NONE, Cell, count
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 T = TypeVar("T")
 SHOWN = 40  # rows on the terminal
@@ -47,6 +46,10 @@ class Table:
 
     def rich(self) -> RichTable:
         """Return the table for the terminal."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         result = RichTable(
             title=self.title or None,
             title_justify="left",

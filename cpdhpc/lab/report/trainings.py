@@ -37,7 +37,7 @@ from .tables import Column, Listed, Report, Section, Table, capital, tabulate, w
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training run. The arrays are those of its file."""
 
     path: Path
@@ -92,7 +92,7 @@ class RunGroup:
     """Runs that differ only in their seeds: the complete ones, and how many there are in all."""
 
     name: str
-    runs: list[Run]
+    runs: list[TrainingRun]
     found: int
 
     @property
@@ -146,7 +146,7 @@ NEEDED = {  # of a record, which a damaged one may lack
 NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
 
 
-def load_run(path: Path | str) -> Run:
+def load_run(path: Path | str) -> TrainingRun:
     """Return a run. Raises StoreError for what cannot be read, ReportError for what is no run."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "run":
@@ -154,12 +154,12 @@ def load_run(path: Path | str) -> Run:
     if lost := [name for name in NEEDED_NOTES if name not in attributes]:
         raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
     check_arrays(path, groups, NEEDED, "is not the file of a run")
-    run = Run(Path(path), attributes, groups["steps"], groups["epochs"], groups["layers"])
+    run = TrainingRun(Path(path), attributes, groups["steps"], groups["epochs"], groups["layers"])
     check_arrays(path, groups, {"epochs": [run.measure.column]}, "is not the file of a run")
     return run
 
 
-def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
+def run_groups(runs: Iterable[TrainingRun]) -> list[RunGroup]:
     """Return the runs grouped by name, in the order in which the names come.
 
     Names without a complete run are left out. Raises ReportError if runs of one name differ
@@ -175,7 +175,7 @@ def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     return [each for each in groups if each.runs]
 
 
-def _check_alike(runs: list[Run]) -> None:
+def _check_alike(runs: list[TrainingRun]) -> None:
     first = runs[0]
     for run in runs[1:]:
         texts = first.attributes["toml"], run.attributes["toml"]
@@ -235,7 +235,7 @@ NO_FLOAT32 = " No float32 all-reduce among the runs: columns beside one are left
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
 
-def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
+def runs_report(runs: Sequence[TrainingRun], groups: Sequence[RunGroup]) -> Report:
     """Return the report of runs. Raises ReportError if none is complete."""
     if not groups:
         raise ReportError(f"none of {len(runs)} runs is complete")
@@ -365,13 +365,13 @@ def overview(charts: Sequence[Chart]) -> Chart:
     return Chart("overview", TITLE, score.notes, "", panels, shared=False)
 
 
-def _files(runs: Sequence[Run]) -> Table:
+def _files(runs: Sequence[TrainingRun]) -> Table:
     measure = runs[0].measure
 
-    def score(run: Run) -> str:
+    def score(run: TrainingRun) -> str:
         return measure.told(np.array([run.score])) if run.complete else units.NONE
 
-    columns: list[Column[Run]] = [
+    columns: list[Column[TrainingRun]] = [
         Column("file", lambda run: run.path.name, numbers=False),
         Column("seed", lambda run: str(run.attributes["seed"])),
         Column("status", lambda run: str(run.attributes["status"]), numbers=False),
@@ -380,7 +380,7 @@ def _files(runs: Sequence[Run]) -> Table:
     return tabulate("Runs", columns, runs, page_only=True)
 
 
-def _first(run: Run) -> Table:
+def _first(run: TrainingRun) -> Table:
     cells = [
         [key.replace("_", " "), str(value)]
         for key, value in run.attributes.items()

@@ -78,7 +78,7 @@ def shown(value: Value, units: str = "1") -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-Point = dict[str, Value]
+FactorValues = dict[str, Value]
 SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
 
 
@@ -145,7 +145,7 @@ def _job(path: Path, raw: Raw) -> Any:
         job = raw.get("job", {})
         if not isinstance(job, dict):
             return job
-        if value_at(job, ("train", "seeds")) is not None and not _varies(raw, "seed"):
+        if value_at(job, ("train", "seeds")) is not None and not _varies_seeds(raw):
             raise ConfigError(
                 f"{path}: job.train.seeds: seeds of a study are its factor sweep.seed"
             )
@@ -161,11 +161,11 @@ def _job(path: Path, raw: Raw) -> Any:
     return tables
 
 
-def _varies(raw: Raw, name: str) -> bool:
-    """Return whether a factor is in [sweep] or [[zip]] of a file."""
+def _varies_seeds(raw: Raw) -> bool:
+    """Return whether the factor seed is in [sweep] or [[zip]] of a file."""
     rows = raw.get("zip", [])
     tables = [raw.get("sweep"), *(rows if isinstance(rows, list) else [])]
-    return any(name in table for table in tables if isinstance(table, dict))
+    return any("seed" in table for table in tables if isinstance(table, dict))
 
 
 def _without_seeds(job: Raw, *names: str) -> Raw:
@@ -211,7 +211,7 @@ def _check_factors(study: Study) -> None:
         raise ConfigError("nothing to measure: exclude and constraints leave no case")
 
 
-def axes(study: Study) -> list[list[Point]]:
+def axes(study: Study) -> list[list[FactorValues]]:
     """Return the lists whose product is the sweep: one for each factor, and for each zip.
 
     Raises ConfigError for an unknown factor, a wrong value and an empty list.
@@ -231,7 +231,7 @@ def axes(study: Study) -> list[list[Point]]:
     return found
 
 
-def _zipped(study: Study, table: Raw, key: str) -> list[Point]:
+def _zipped(study: Study, table: Raw, key: str) -> list[FactorValues]:
     columns = {name: _values(study, name, given, f"{key}.{name}") for name, given in table.items()}
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) != 1:
@@ -267,14 +267,14 @@ def _value(factor: Factor, value: Any, key: str) -> Value:
         raise ConfigError(f"{key}={value!r}: {reason(error, value)}") from None
 
 
-def _row(study: Study, row: Mapping[str, Any], table: str) -> Point:
+def _row(study: Study, row: Mapping[str, Any], table: str) -> FactorValues:
     return {
         name: _value(_factor(study, name, table), value, f"{table}.{name}")
         for name, value in row.items()
     }
 
 
-def base_factors(study: Study) -> Point:
+def base_factors(study: Study) -> FactorValues:
     """Return the factors that pick the base points of speed-ups.
 
     ranks = "same" is not among them: it means that the base has as many ranks as the point.
@@ -304,16 +304,16 @@ def expand(study: Study) -> Expansion:
     return Expansion(list(cases.values()), list(impossible.values()))
 
 
-def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
+def _points(study: Study) -> Iterator[tuple[FactorValues, str | None]]:
     """Yield the points that exclusions and constraints leave, each with an error of its shape."""
     excluded = [_row(study, row, "exclude") for row in study.exclude]
     constraints = [Constraint(text) for text in study.constraints]
     defaults = {name: factor.default for name, factor in study.factors.items()}
     rule = _row(study, study.weak, "weak")
     for parts in product(*axes(study)):
-        given: Point = {key: value for part in parts for key, value in part.items()}
+        given: FactorValues = {key: value for part in parts for key, value in part.items()}
         shape, wrong = _shape(given)
-        point: Point = {k: v for k, v in defaults.items() if v is not None} | given | shape
+        point: FactorValues = {k: v for k, v in defaults.items() if v is not None} | given | shape
         point |= {name: int(value) * int(point["ranks"]) for name, value in rule.items()}
         if any(all(point[k] == v for k, v in row.items()) for row in excluded if row):
             continue
@@ -321,7 +321,7 @@ def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
             yield point, wrong
 
 
-def _shape(given: Point) -> tuple[Point, str | None]:
+def _shape(given: FactorValues) -> tuple[FactorValues, str | None]:
     """Return nodes, ppn and ranks, and what is wrong with them; with ranks, ppn is a maximum."""
     ppn = int(given.get("ppn", 1))
     if "ranks" not in given:
@@ -335,7 +335,7 @@ def _shape(given: Point) -> tuple[Point, str | None]:
     return {"nodes": nodes, "ppn": ppn, "ranks": ranks}, wrong
 
 
-def _case(study: Study, point: Point) -> tuple[Case, str | None]:
+def _case(study: Study, point: FactorValues) -> tuple[Case, str | None]:
     kind = study.of_kind
     nodes, ppn = int(point["nodes"]), int(point["ppn"])
     make = partial(make_case, study, nodes=nodes, ppn=ppn)

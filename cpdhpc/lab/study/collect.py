@@ -407,7 +407,7 @@ SERIES_OF = {"training": _training, "telemetry": _telemetry}
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderCases:
     """The cases of a folder. rejected: files that are left out, each with the reason."""
 
     results: list[tuple[Case, Result]]
@@ -415,7 +415,7 @@ class Found:
     rejected: Mapping[str, str]
 
 
-def collect(study: Study, folder: Folder) -> Found:
+def collect(study: Study, folder: Folder) -> FolderCases:
     """Write the study file of a folder, and print which cases it has and which are left out.
 
     No other file is deleted or changed. Raises FolderError if no case is finished, StoreError if
@@ -463,7 +463,7 @@ def with_energy(points: Points, by: Scheduler) -> Points:
     return [(case, with_its(result)) for case, result in points]
 
 
-def find(folder: Folder, cases: list[Case]) -> Found:
+def find(folder: Folder, cases: list[Case]) -> FolderCases:
     """Return the results of cases, the cases without one, and files that are left out."""
     results, missing, rejected = [], [], dict[str, str]()
     files = {path.name for path in folder.cases.glob("*.h5") if not path.name.startswith(".")}
@@ -479,4 +479,4 @@ def find(folder: Folder, cases: list[Case]) -> Found:
             rejected[path.name] = f"{error}; study resume measures it again"
             missing.append(case)
     foreign = dict.fromkeys(sorted(files), "is of no case of this study")
-    return Found(results, missing, rejected | foreign)
+    return FolderCases(results, missing, rejected | foreign)

@@ -10,17 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ... import ordinary, store
-from ...config import (
-    ConfigError,
-    Raw,
-    UserError,
-    difference,
-    flatten,
-    read_toml,
-    validate,
-    value_of,
-)
+from ... import config, ordinary, store
 from ...whole_files import sealed_json, unsealed_json
 from ..kinds import kind_of
 from ..schedulers import SCHEDULERS
@@ -42,7 +32,7 @@ MOST_PATH = 3500  # bytes: Linux allows 4,095, and files in the folder have long
 FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
 
 
-class FolderError(UserError):
+class FolderError(config.UserError):
     """A folder cannot be used for a study."""
 
 
@@ -51,10 +41,10 @@ def _may_change(kind: str) -> tuple[str, ...]:
     return MAY_CHANGE + tuple(f"job.{key}" for key in kind_of(kind).may_change)
 
 
-def _digest(tables: Raw) -> str:
+def _digest(tables: config.Raw) -> str:
     """Return the SHA-256, in hexadecimal, of a study's tables without the keys that may change."""
     free = _may_change(str(tables.get("kind")))
-    rows = {key: value for key, value in flatten(tables).items() if key not in free}
+    rows = {key: value for key, value in config.flatten(tables).items() if key not in free}
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -154,8 +144,8 @@ class Folder:
             raise FolderError(f"{self.study_toml}: cannot be read: {error.strerror}") from None
         known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
         try:
-            return "" if known == _digest(read_toml(self.study_toml)) else known
-        except ConfigError as error:
+            return "" if known == _digest(config.read_toml(self.study_toml)) else known
+        except config.ConfigError as error:
             if known:
                 return known
             raise FolderError(
@@ -184,13 +174,13 @@ class Folder:
 
     def _check_same(self, study: Study) -> None:
         there = ordinary.text(self.study_toml)
-        kind = value_of(there, "kind")
+        kind = config.value_of(there, "kind")
         if kind != study.kind:
             raise FolderError(
                 f"{self.path}: holds another study: of kind {kind}, and this one is of kind "
                 f"{study.kind}: --out DIR takes another folder"
             )
-        key = difference(there, study.toml(), _may_change(study.kind))
+        key = config.difference(there, study.toml(), _may_change(study.kind))
         if key is not None:
             raise FolderError(
                 f"{self.path}: holds another study: {key} differs from {self.study_toml}: "
@@ -224,7 +214,7 @@ EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A job that was submitted.
 
     number: that the scheduler gave it; name: in the scheduler's lists, and in names of logs
@@ -249,17 +239,17 @@ class _Record:
     """The record of jobs; schema 1 had no digest."""
 
     schema: Literal[1, 2]
-    jobs: list[Job]
+    jobs: list[SubmittedJob]
 
 
-def recorded(folder: Folder) -> list[Job]:
+def recorded(folder: Folder) -> list[SubmittedJob]:
     """Return the jobs of a study, the oldest first.
 
     Raises FolderError if the record cannot be read.
     """
     path = folder.path / RECORD
     try:
-        return validate(_Record, unsealed_json(ordinary.text(path)), str(path)).jobs
+        return config.validate(_Record, unsealed_json(ordinary.text(path)), str(path)).jobs
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -270,7 +260,7 @@ def recorded(folder: Folder) -> list[Job]:
         ) from None
 
 
-def record(folder: Folder, job: Job) -> None:
+def record(folder: Folder, job: SubmittedJob) -> None:
     """Add a job to the record. Raises FolderError if it cannot be written."""
     path = folder.path / RECORD
     jobs = _Record(2, [*recorded(folder), job])

@@ -20,7 +20,7 @@ from ...methods import MEMCPY
 from ..kinds import kind_of
 from ..report import units
 from ..report.points import (
-    Layout,
+    Facets,
     SeedGroup,
     constant,
     heading,
@@ -249,7 +249,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     file = kind.in_common(file)
     every = seed_groups(file)
     found = choice.select(every)
-    layout = replace(Layout.of(file, found, kind.panels), every=every)
+    layout = replace(Facets.of(file, found, kind.panels), every=every)
     points = tuple(point for group in found for point in group.points)
     part = replace(file, points=tuple(sorted(points, key=lambda point: point.index)))
     sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]

@@ -236,7 +236,7 @@ def _launch(
             env={SESSIONS: sessions} | environment,
             start_new_session=True,  # a terminal's Ctrl-C would end the ranks at once
         )
-        watch = Watch(command[len(prefix) :])
+        watch = LauncherWatch(command[len(prefix) :])
         while process.poll() is None and not caught.number:
             time.sleep(LOOK_S)
             todo = _looked(folder, todo, display)
@@ -250,7 +250,7 @@ def _launch(
     return process.returncode
 
 
-class Watch:
+class LauncherWatch:
     """Finds out whether a launcher goes on after its ranks have ended.
 
     command: of each rank, with its arguments; without /proc no rank is ever found

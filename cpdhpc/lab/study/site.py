@@ -225,7 +225,7 @@ COLLECT_MIN = 15
 
 
 @dataclass(frozen=True)
-class Array:
+class BatchArray:
     """Batches of one shape, which run as one array.
 
     has_gpus: whether the ranks use GPUs; seats: how they are bound and distributed
@@ -268,7 +268,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
 
 
-def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
+def arrays(batches: Iterable[Batch], site: Site) -> list[BatchArray]:
     """Return the arrays of batches: one per shape, more if an array cannot be that long."""
     longest = 1 if site.by.ARRAYS == "one" else site.max_array - site.by.FIRST
 
@@ -281,7 +281,7 @@ def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
         members = tuple(group)
         for run in runs(members) if site.by.ARRAYS == "run" else [members]:
             start = shape[4] if site.by.ARRAYS == "any" else run[0].number
-            found.append(Array(*shape[:4], start, run, site.by.FIRST))
+            found.append(BatchArray(*shape[:4], start, run, site.by.FIRST))
     return found
 
 
@@ -291,7 +291,7 @@ def runs(batches: Iterable[Batch]) -> list[tuple[Batch, ...]]:
     return [tuple(batch for _, batch in run) for _, run in found]
 
 
-def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
+def array_script(array: BatchArray, site: Site, study: Study, folder: Path) -> str:
     """Return the script of an array of batches of a study.
 
     folder: of the study, as the job sees it
@@ -377,7 +377,7 @@ def _of_ranks(
 
 
 @dataclass(frozen=True)
-class Program:
+class ScriptShape:
     """A script's request. shape: nodes and ranks per node, unless it is submitted with others."""
 
     shape: tuple[int, int]
@@ -385,9 +385,9 @@ class Program:
 
 
 PROGRAMS = {  # name of the template and of the script: what it runs
-    "train": Program((1, 2), 60),
-    "allreduce_scaling": Program((2, 2), 60),
-    "verify": Program((1, 2), 30),
+    "train": ScriptShape((1, 2), 60),
+    "allreduce_scaling": ScriptShape((2, 2), 60),
+    "verify": ScriptShape((1, 2), 30),
 }
 
 

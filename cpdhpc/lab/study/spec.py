@@ -7,6 +7,7 @@ import warnings
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import simpleeval
 from pydantic import AfterValidator, Field, model_validator
 
 from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, suggest
@@ -15,6 +16,7 @@ from ..kinds import kind_of
 from ..kinds.base import Kind, Measure
 from ..study_data import ABSENT, SEATS, SHAPE, Factor, Factors
 
+NO_VALUE = simpleeval.InvalidExpression, TypeError, ValueError, ArithmeticError, KeyError
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
 
 
@@ -26,45 +28,34 @@ class Constraint:
     """
 
     def __init__(self, text: str) -> None:
-        from simpleeval import EvalWithCompoundTypes, InvalidExpression
-
         self.text = text
-        self._evaluator: Any = EvalWithCompoundTypes(functions={})
+        self._evaluator: Any = simpleeval.EvalWithCompoundTypes(functions={})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # an assignment is only warned of
                 self._tree = self._evaluator.parse(text)
                 if type(self._tree).__name__ == "Assign":
                     raise ConfigError(f"constraints: {text}: compare with ==")
-        except (InvalidExpression, SyntaxError):
+        except (simpleeval.InvalidExpression, SyntaxError):
             raise ConfigError(f"constraints: {text}: is no expression: {ALLOWED}") from None
 
     def holds(self, factors: Factors) -> bool:
         """Return whether it is true of a case. Raises ConfigError if it has no truth value."""
-        from simpleeval import (
-            FeatureNotAvailable,
-            FunctionNotDefined,
-            InvalidExpression,
-            IterableTooLong,
-            NameNotDefined,
-            NumberTooHigh,
-        )
-
         self._evaluator.names = _nested(factors)
         try:
             result = self._evaluator.eval(self.text, previously_parsed=self._tree)
-        except NameNotDefined as error:
+        except simpleeval.NameNotDefined as error:
             name = str(getattr(error, "name", ""))
             raise ConfigError(
                 f"constraints: {self.text}: unknown factor {name}: {suggest(name, factors)}"
             ) from None
-        except (FeatureNotAvailable, FunctionNotDefined):
+        except (simpleeval.FeatureNotAvailable, simpleeval.FunctionNotDefined):
             raise ConfigError(f"constraints: {self.text}: {ALLOWED}") from None
-        except (NumberTooHigh, IterableTooLong):
+        except (simpleeval.NumberTooHigh, simpleeval.IterableTooLong):
             raise ConfigError(
                 f"constraints: {self.text}: is too large to work out: {ALLOWED}, of smaller numbers"
             ) from None
-        except (InvalidExpression, TypeError, ValueError, ArithmeticError, KeyError) as error:
+        except NO_VALUE as error:
             raise ConfigError(f"constraints: {self.text}: {error}") from None
         if not isinstance(result, bool):
             raise ConfigError(f"constraints: {self.text}: is {result!r}: should be true or false")
@@ -108,7 +99,7 @@ class TrainedJob(Section):
         return self
 
 
-class Run(Section):
+class JobBundles(Section):
     """[run]: how cases become jobs.
 
     bundle: "case": one job for each case; "shape": one job for cases of one shape, up to
@@ -159,7 +150,7 @@ class Study(Section):
     weak: Raw = Field(default_factory=dict)
     base: Raw = Field(default_factory=dict)
     measure: Measure = Measure()
-    run: Run = Run()
+    run: JobBundles = JobBundles()
     train: TrainedJob | None = None
     job: Raw = Field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from ..claim import Claim, JobAlive, read_claim, unknown
 from ..schedulers.base import SchedulerError, States
 from ..study_data import Case
 from .cases import batches, expand
-from .folder import EMPTY_LOG, Folder, Job, recorded
+from .folder import EMPTY_LOG, Folder, SubmittedJob, recorded
 from .site import Site
 from .spec import Study
 from .submit import SITE, fitting, kept_site
@@ -26,7 +26,7 @@ LIVE = ("running", "pending")
 
 
 @dataclass(frozen=True)
-class State:
+class CaseState:
     """The state of a case, one of STATES, and the reason."""
 
     case: Case
@@ -44,7 +44,7 @@ class Standing:
     endings: the last lines of the logs of jobs with failed cases
     """
 
-    cases: list[State]
+    cases: list[CaseState]
     site: Site
     queue: str = "nothing submitted"
     endings: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ def look(study: Study, folder: Folder) -> Standing:
     return Standing(found, site, queue, endings(found, folder, jobs))
 
 
-def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
+def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[CaseState]:
     """Return the state of every case, by its file and the claim of its batch.
 
     job_alive: whether a job waits or runs
@@ -105,7 +105,7 @@ def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[
         claim = read_claim(folder.claim_file(job.number))
         alive = False if claim is None else claim.alive(job_alive)
         found += [
-            State(case, job.number, *_state(folder, case, claim, alive)) for case in job.cases
+            CaseState(case, job.number, *_state(folder, case, claim, alive)) for case in job.cases
         ]
     return found
 
@@ -132,7 +132,7 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
     return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
 
 
-def _of_this_machine(each: State) -> State:
+def _of_this_machine(each: CaseState) -> CaseState:
     """Return the state of a case of no submission, with the reason if study run leaves it out."""
     if each.state != "missing" or each.detail or each.case.nodes == 1:
         return each
@@ -140,11 +140,13 @@ def _of_this_machine(each: State) -> State:
     return replace(each, detail=f"{why}; study submit is for several")
 
 
-def newest(jobs: Iterable[Job]) -> dict[int, Job]:
+def newest(jobs: Iterable[SubmittedJob]) -> dict[int, SubmittedJob]:
     return {batch: job for job in jobs for batch in job.batches}
 
 
-def with_submission(found: list[State], study: Study, site: Site, jobs: list[Job]) -> list[State]:
+def with_submission(
+    found: list[CaseState], study: Study, site: Site, jobs: list[SubmittedJob]
+) -> list[CaseState]:
     """Return states in which cases of no job are as the last submission left them."""
     every, last = batches(study, expand(study).cases), newest(jobs)
     refused = {batch.number: why for batch, why in fitting(every, site)[1]}
@@ -160,8 +162,8 @@ def with_submission(found: list[State], study: Study, site: Site, jobs: list[Job
 
 
 def with_jobs(
-    found: list[State], folder: Folder, jobs: list[Job], states: States, title: str
-) -> list[State]:
+    found: list[CaseState], folder: Folder, jobs: list[SubmittedJob], states: States, title: str
+) -> list[CaseState]:
     """Return states in which unfinished cases have the state of their job."""
     last = newest(jobs)
     return [
@@ -172,7 +174,9 @@ def with_jobs(
     ]
 
 
-def _refined(each: State, failure: str, job: Job, states: States, title: str) -> State:
+def _refined(
+    each: CaseState, failure: str, job: SubmittedJob, states: States, title: str
+) -> CaseState:
     known = f"job {job.shown(each.batch)}"
     job_state = states.get((job.number, job.batches[each.batch]))
     if job_state is None or job_state.name != job.name:
@@ -201,7 +205,7 @@ def _refined(each: State, failure: str, job: Job, states: States, title: str) ->
     return replace(each, state="failed", detail=detail)
 
 
-def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
+def endings(found: list[CaseState], folder: Folder, jobs: list[SubmittedJob]) -> list[str]:
     """Return the last lines of the logs of jobs with failed cases."""
     last = newest(jobs)
     failed = dict.fromkeys(each.batch for each in found if each.state == "failed")

@@ -14,8 +14,8 @@ from ...whole_files import sealed
 from ..claim import alone, read_claim
 from ..schedulers.base import NoAnswer, QueueFull, Refusal, Scheduler, States
 from .cases import Batch, batches, expand
-from .folder import LOCK, Folder, FolderError, Job, forget_jobs, record, recorded
-from .site import Array, Site, array_script, arrays, collect_script, load_site
+from .folder import LOCK, Folder, FolderError, SubmittedJob, forget_jobs, record, recorded
+from .site import BatchArray, Site, array_script, arrays, collect_script, load_site
 from .spec import Study
 
 COLLECT = "collect"  # name of a script
@@ -32,10 +32,10 @@ def kept_site(folder: Folder) -> Site:
         return Site()
 
 
-Refused = list[tuple[Batch, str]]
+RefusedBatches = list[tuple[Batch, str]]
 
 
-def fitting(every: Iterable[Batch], site: Site) -> tuple[list[Array], Refused]:
+def fitting(every: Iterable[Batch], site: Site) -> tuple[list[BatchArray], RefusedBatches]:
     """Return batches as arrays, and those too large for the site, each with the reason."""
     reasons = [(batch, site.refusal(batch.nodes, batch.ppn, batch.has_gpus)) for batch in every]
     fit = arrays((batch for batch, why in reasons if why is None), site)
@@ -52,7 +52,7 @@ def unfinished(study: Study, folder: Folder) -> list[Batch]:
     ]
 
 
-def queued(jobs: list[Job], states: States) -> dict[int, int]:
+def queued(jobs: list[SubmittedJob], states: States) -> dict[int, int]:
     """Return the batches that wait or run, each with the number of its job."""
     return {
         batch: job.number
@@ -62,7 +62,7 @@ def queued(jobs: list[Job], states: States) -> dict[int, int]:
     }
 
 
-def alive(jobs: list[Job], states: States) -> list[Job]:
+def alive(jobs: list[SubmittedJob], states: States) -> list[SubmittedJob]:
     """Return the jobs that wait or run, or of which an element does."""
     found = {(number, each.name) for (number, _), each in states.items() if each.live}
     return [job for job in jobs if (job.number, job.name) in found]
@@ -73,7 +73,7 @@ def script_file(folder: Folder, site: Site, name: str) -> Path:
     return folder.scripts / f"{name}{site.by.SUFFIX}"
 
 
-def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
+def scripts(study: Study, folder: Folder, site: Site, todo: list[BatchArray]) -> dict[Path, str]:
     """Return the texts of the scripts of arrays, and of the collecting one, by their paths."""
     found = {
         script_file(folder, site, array.name): array_script(array, site, study, folder.path)
@@ -90,7 +90,7 @@ class Submitted:
     jobs: the new ones; left: batches that can be submitted once there is room
     """
 
-    jobs: list[Job]
+    jobs: list[SubmittedJob]
     left: list[Batch]
 
 
@@ -129,7 +129,7 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted
     return Submitted(submission.new, submission.left)
 
 
-def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> list[Job]:
+def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> list[SubmittedJob]:
     """Record and return live jobs whose submitter died first, or got no answer.
 
     busy: batches that wait or run. A job of such batches alone was submitted twice: it is
@@ -144,7 +144,9 @@ def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> 
             continue
         first = re.search(r"-from(\d+)$", each.name)
         offset = (int(first[1]) if first else 0) - by.FIRST
-        job = Job(each.number, each.name, {offset + index: index for index in each.indices})
+        job = SubmittedJob(
+            each.number, each.name, {offset + index: index for index in each.indices}
+        )
         if job.batches and job.batches.keys() <= busy.keys():
             by.cancel([job.number])
             say(f"job {job.number}, {job.name}: has gone in twice: cancelled")
@@ -165,12 +167,12 @@ class _Submission:
     def __init__(self, study: Study, folder: Folder, site: Site, say: Say) -> None:
         self.study, self.folder, self.site, self.say = study, folder, site, say
         self.by = site.by
-        self.new: list[Job] = []
+        self.new: list[SubmittedJob] = []
         self.left: list[Batch] = []
         self.refusals: list[str] = []
         self.full = ""
 
-    def arrays(self, todo: list[Array], queued: set[int]) -> None:
+    def arrays(self, todo: list[BatchArray], queued: set[int]) -> None:
         """Submit arrays, until there is no room.
 
         queued: jobs of the study. With a throttle each array waits for those before it, because
@@ -189,7 +191,7 @@ class _Submission:
                 continue
             self.left += array.batches[count:]
 
-    def _part(self, array: Array, options: list[str]) -> int:
+    def _part(self, array: BatchArray, options: list[str]) -> int:
         """Submit an array, or half of it, or a quarter, ...; return how many batches it has."""
         path = script_file(self.folder, self.site, array.name)
         count = len(array.batches)
@@ -204,7 +206,7 @@ class _Submission:
                 self.full, count = str(error), count // 2
                 continue
             batches = {batch.number: array.index(batch) for batch in part.batches}
-            self._went_in(Job(number, f"{self.study.name}-{array.name}", batches))
+            self._went_in(SubmittedJob(number, f"{self.study.name}-{array.name}", batches))
             self.say(f"job {number}: {array.shape}, elements {part.indices}")
             break
         return count
@@ -220,7 +222,7 @@ class _Submission:
         except QueueFull as error:
             self.say(f"nothing collects when they have ended: {error}: study collect does, later")
             return
-        self._went_in(Job(number, f"{self.study.name}-collect", {}))
+        self._went_in(SubmittedJob(number, f"{self.study.name}-collect", {}))
         self.say(f"job {number}: collects when they have ended, however they end")
 
     def conclude(self) -> None:
@@ -246,7 +248,7 @@ class _Submission:
         except NoAnswer as error:
             self.say(f"{path}: {error}")
 
-    def _went_in(self, job: Job) -> None:
+    def _went_in(self, job: SubmittedJob) -> None:
         record(self.folder, job)  # at once: if this process is killed now, the job is still known
         self.new.append(job)
 
@@ -284,7 +286,9 @@ class _Submission:
         return next(new, None)
 
 
-def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say: Say) -> None:
+def _announce(
+    lacking: list[Batch], busy: Collection[int], refused: RefusedBatches, say: Say
+) -> None:
     for batch, why in refused:
         say(f"left out: batch {batch.number}, {len(batch.cases)} case(s): {why}")
     if not lacking:

@@ -125,7 +125,7 @@ def initialised(network: nn.Module) -> nn.Module:
     return network
 
 
-class Rows(nn.Module):
+class ImageRows(nn.Module):
     """Images as sequences of their rows; each row has the values of all channels."""
 
     def forward(self, x: Tensor) -> Tensor:

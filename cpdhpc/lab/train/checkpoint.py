@@ -322,7 +322,7 @@ def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) 
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptWeights:
     """The position of a run whose weights were kept.
 
     learning_rate: of the last step before; data: see data_digest; job: as TOML text
@@ -360,7 +360,7 @@ def size_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def save_weights(path: Path, model: torch.nn.Module, here: Kept) -> None:
+def save_weights(path: Path, model: torch.nn.Module, here: KeptWeights) -> None:
     """Write parameters and buffers to a file that replaces path when it is complete.
 
     Raises StoreError if it cannot be written.
@@ -368,19 +368,19 @@ def save_weights(path: Path, model: torch.nn.Module, here: Kept) -> None:
     store.write(path, {"model": weights(model)}, {"kind": WEIGHTS, **asdict(here)})
 
 
-def read_kept(path: Path) -> Kept:
+def read_kept(path: Path) -> KeptWeights:
     """Return the run's position. Raises StoreError for any other file."""
     return _kept(path, store.read_attributes(path))
 
 
-def load_weights(path: Path) -> tuple[dict[str, Array], Kept]:
+def load_weights(path: Path) -> tuple[dict[str, Array], KeptWeights]:
     """Return parameters and buffers by name, and the run's position. Raises as read_kept."""
     groups, attributes = store.read(path)
     kept = _kept(path, attributes)
     return groups["model"], kept
 
 
-def _kept(path: Path, attributes: Mapping[str, Any]) -> Kept:
+def _kept(path: Path, attributes: Mapping[str, Any]) -> KeptWeights:
     if attributes.get("kind") != WEIGHTS:
         raise store.StoreError(f"{path}: has no weights of a run: train.keep_every keeps them")
-    return Kept(*(attributes[field.name] for field in fields(Kept)))
+    return KeptWeights(*(attributes[field.name] for field in fields(KeptWeights)))

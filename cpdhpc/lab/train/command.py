@@ -17,9 +17,10 @@ from ...world.mpi import World
 from ..signals import Caught, catching
 from .checkpoint import Files, check_job, claimed, few_digest
 from .job import EPOCHS, Job, load
-from .loop import Diverged, run
+from .loop import run
+from .losses import Diverged
 from .progress import Display
-from .samples import Dataset, Source
+from .samples import Dataset, StreamedData
 from .setup import agreed, build_model, check_layers, names_layers, prepare, samples_of
 from .training import Training
 
@@ -48,7 +49,7 @@ def check_jobs(world: World, jobs: Sequence[Job], what: str) -> None:
     _agree_on(world, keys, what)
 
 
-def _check_data(world: World, data: Dataset | Source) -> None:
+def _check_data(world: World, data: Dataset | StreamedData) -> None:
     """Raise ConfigError if samples differ between ranks, which share them out. Collective."""
     train, test = samples_of(data)
     found = {"training samples": len(train), "test samples": len(test)}
@@ -79,7 +80,7 @@ class Trainer:
     def __init__(self, world: World, caught: Caught, *, quiet: bool = False) -> None:
         self.world, self.caught, self.shown = world, caught, world.process == 0 and not quiet
         self._worlds: dict[tuple[int, float, bool], World] = {}
-        self._data: dict[str, Dataset | Source] = {}
+        self._data: dict[str, Dataset | StreamedData] = {}
 
     def world_of(self, job: Job) -> World:
         """Return the ranks of a job, virtual ones included. Collective.
@@ -97,7 +98,7 @@ class Trainer:
                 raise ConfigError(f"{job.id}: {error}") from None
         return self._worlds[shape]
 
-    def data_of(self, job: Job) -> Dataset | Source:
+    def data_of(self, job: Job) -> Dataset | StreamedData:
         """Return the samples of a job. Collective. Raises UserError on all processes."""
         if repr(job.data) not in self._data:
             data = agreed(self.world, job.data.load)
@@ -152,7 +153,7 @@ class Trainer:
                 agreed(self.world, partial(_check_layers, job, data))
 
 
-def _check_layers(job: Job, data: Dataset | Source) -> None:
+def _check_layers(job: Job, data: Dataset | StreamedData) -> None:
     check_layers(job, build_model(job, data))
 
 

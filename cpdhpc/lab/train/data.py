@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from ... import store
 from ...config import Above0, ConfigError, NotNegative, Positive, Section, Whole
 from ...randomness import random_key
-from .samples import Array, DataError, Dataset, Samples, Source, split_order
+from .samples import Array, DataError, Dataset, Samples, StreamedData, split_order
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class Data(Section):
     """[data]: the source of samples, named in DATA."""
 
     @abstractmethod
-    def load(self) -> Dataset | Source:
+    def load(self) -> Dataset | StreamedData:
         """Return the samples. Raises DataError, naming the file, if one is missing or unfit."""
 
 
@@ -335,7 +335,7 @@ class Text(Data):
     length: Positive = 64
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
-    def load(self) -> Source:
+    def load(self) -> StreamedData:
         """Return the samples. Raises DataError, naming the file, for one that is not text."""
         from .samples import Sequences
 
@@ -349,7 +349,7 @@ class Text(Data):
                     f"{', '.join(self.files)}: {name} part of {part} characters: must be above "
                     f"length={self.length}"
                 )
-        return Source(train, test, (self.length,), len(known))
+        return StreamedData(train, test, (self.length,), len(known))
 
     @staticmethod
     def _points(path: Path) -> Array:
@@ -389,22 +389,22 @@ class Hdf5(Data):
             raise ValueError("mean and deviation: must have a value for each channel, or none")
         return self
 
-    def load(self) -> Source:
+    def load(self) -> StreamedData:
         """Return the samples. Raises UserError, naming the file, if one is unfit."""
-        from .samples import Rows
+        from .samples import TableRows
 
         mean, deviation = np.array(self.mean, np.float32), np.array(self.deviation, np.float32)
         made = []
         for name in (self.train, self.test):
             tables = store.Tables(Path(name), (self.x, self.y))
-            made.append(Rows(tables, mean, deviation, self.channels_last))
+            made.append(TableRows(tables, mean, deviation, self.channels_last))
         train, test = made
         if train.sample_shape != test.sample_shape or train.target != test.target:
             raise DataError(
                 f"{self.test}: inputs {test.sample_shape} and targets {test.target}, in "
                 f"{self.train} they are {train.sample_shape} and {train.target}"
             )
-        return Source(train, test, train.sample_shape, self.classes or train.classes())
+        return StreamedData(train, test, train.sample_shape, self.classes or train.classes())
 
 
 DATA: dict[str, type[Data]] = {

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
 from ...config import ConfigError, validate
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from ...torch.quantized import IntegerNetwork
     from .samples import Samples
-
-Array = npt.NDArray[Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

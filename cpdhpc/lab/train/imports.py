@@ -18,7 +18,7 @@ from ...methods import nearest
 from .data import Data
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
-from .samples import Source
+from .samples import StreamedData
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class ImportedData(Data, Imported):
 
     of: ClassVar[str] = "data"
 
-    def load(self) -> Source:
+    def load(self) -> StreamedData:
         """Return the two. Raises ConfigError if they are not datasets. See Data.load."""
         from .samples import MapStyle
 
@@ -150,7 +150,7 @@ class ImportedData(Data, Imported):
                 f"{where}: inputs have shape {train.sample_shape} for training, "
                 f"{test.sample_shape} for the test"
             )
-        return Source(train, test, train.sample_shape, train.classes, self.import_from)
+        return StreamedData(train, test, train.sample_shape, train.classes, self.import_from)
 
 
 class ImportedAggregator(Imported):

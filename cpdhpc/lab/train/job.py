@@ -33,16 +33,7 @@ from ...config import (
     value_at,
 )
 from ...formats import with_own_formats
-from ...torch.controllers import (
-    BATCH_SCALINGS,
-    CONTROLLERS,
-    DECAYS,
-    DEFAULT_RATE,
-    BySchedule,
-    Control,
-    Schedule,
-    Settings,
-)
+from ...torch import controllers
 from ...torch.loss_scaling import check_scale
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import Recording
@@ -62,7 +53,7 @@ from .update import ByAllreduce, DiLoCo, LocalSgd, UpdateRule
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Train(Section):
+class TrainSettings(Section):
     """[train]: the run itself.
 
     epochs: passes over all training samples; learning_rate: rate before the schedule's factor
@@ -94,7 +85,7 @@ class Train(Section):
 
     epochs: Positive = 10
     batch: Positive = 64
-    learning_rate: Above0 = DEFAULT_RATE
+    learning_rate: Above0 = controllers.DEFAULT_RATE
     settings: Literal["given", "recommended"] = "given"
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
@@ -121,7 +112,7 @@ class Train(Section):
         return range(every, self.epochs + 1, every)
 
     @model_validator(mode="after")
-    def _weights_are_kept(self) -> Train:
+    def _weights_are_kept(self) -> TrainSettings:
         if self.keep_every > self.epochs:
             raise ValueError(f"keep_every={self.keep_every}: should be up to epochs={self.epochs}")
         return self
@@ -135,7 +126,7 @@ class Train(Section):
         return seeds
 
     @model_validator(mode="after")
-    def _what_is_needed_is_given(self) -> Train:
+    def _what_is_needed_is_given(self) -> TrainSettings:
         if self.gpu_direct == "required" and self.device != "gpu":
             raise ValueError("gpu_direct='required' needs device='gpu'")
         if self.overlap and self.virtual_ranks > 1:
@@ -212,8 +203,10 @@ class Job(Section):
     augment: Augment = Augment()
     loader: Loader = Loader()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
-    schedule: Schedule = Schedule()
-    controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
+    schedule: controllers.Schedule = controllers.Schedule()
+    controller: Annotated[
+        controllers.Control, OneOf(controllers.CONTROLLERS, "name", "schedule")
+    ] = controllers.BySchedule()
     gradient: Annotated[
         Aggregator | ImportedAggregator, OneOf(COMPRESSORS, "aggregator", None, ImportedAggregator)
     ] = NoCompression()
@@ -221,7 +214,7 @@ class Job(Section):
     precision: Policy = Policy()
     adversarial: Adversarial = Adversarial()
     stages: Stages = Stages()
-    train: Train = Train()
+    train: TrainSettings = TrainSettings()
     record: Recording = Recording()
 
     @model_validator(mode="before")
@@ -272,7 +265,7 @@ class Job(Section):
             "train.loss_scale": (train.loss_scale in (None, 1.0), "1"),
             "train.record_gradients": (not train.record_gradients, "empty"),
             "loader.workers": (not self.loader.workers, "0"),
-            "controller": (isinstance(self.controller, BySchedule), '"schedule"'),
+            "controller": (isinstance(self.controller, controllers.BySchedule), '"schedule"'),
             "optimizer.clip_global_norm": (not clip, "0"),
             "gradient.aggregator": (
                 gradient.stateless,
@@ -470,11 +463,11 @@ class Job(Section):
     def id(self) -> str:
         return f"{self.name}-s{self.seed}"
 
-    def settings(self, samples: int, world: Ranks | None = None) -> Settings:
+    def settings(self, samples: int, world: Ranks | None = None) -> controllers.Settings:
         """Return the initial data of the controller of a run on so many training samples."""
         train = self.train
         told = self.schedule, train.learning_rate, train.batch, train.epochs, samples
-        return Settings(*told, world or Loopback())
+        return controllers.Settings(*told, world or Loopback())
 
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""
@@ -485,7 +478,7 @@ def choices() -> dict[str, list[str]]:
     """Return the allowed names of each table of a job file, by the key that selects them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
-    schedule: Raw = {"decay": DECAYS, "batch_scaling": BATCH_SCALINGS}
+    schedule: Raw = {"decay": controllers.DECAYS, "batch_scaling": controllers.BATCH_SCALINGS}
     return found | {f"schedule.{key}": sorted(known) for key, known in schedule.items()}
 
 
@@ -508,7 +501,7 @@ def laid_over(base: Raw, change: Raw) -> Raw:
 def _decided(change: Raw) -> tuple[str, ...]:
     """Return the keys, or their prefixes, that a controller named in change decides."""
     name = value_at(change, ("controller", "name"))
-    row = CONTROLLERS.get(name) if isinstance(name, str) else None
+    row = controllers.CONTROLLERS.get(name) if isinstance(name, str) else None
     return row.decides if row is not None else ()
 
 

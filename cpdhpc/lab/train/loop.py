@@ -13,25 +13,22 @@ import numpy as np
 from numpy import inf, nan, nan_to_num
 
 from ...collectives.checks import NonFiniteGradient
-from ...config import UserError
+from ...compress.base import Mean
 from ...randomness import random_key
 from ...torch.precision.conversion import BY_TORCH
 from ...torch.precision.recorder import Recorder
 from ..signals import Caught, Interrupted
 from . import checkpoint, gradients
 from .adversary import Attacked
+from .losses import Diverged
 from .progress import Display
 from .record import FGSM
 from .samples import Array, Prefetched, epoch_order, shard
-from .step import evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
+from .step import StepResult, evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
 from .training import Training
 from .update import NOTHING, OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: for random changes of samples
-
-
-class Diverged(UserError):
-    """A gradient or the loss is no longer finite."""
 
 
 def run(training: Training, caught: Caught, display: Display) -> None:
@@ -258,31 +255,17 @@ def _decided(training: Training) -> tuple[float, int]:
 
 def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
-    job, world, iteration = training.job, training.world, training.iteration
+    job, iteration = training.job, training.iteration
     for group in training.optimizer.param_groups:
         group["lr"] = rate
     training.reducer.alike = {"learning rate": rate, "batch": len(batch)}
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
-    measured, by = job.controller.measures_norms, None
-    if measured and job.optimizer.preconditions:
-        by = roots(training.reducer, job.optimizer, training.optimizer)
-        measured = by is not None
-    try:
-        epoch = training.samples_seen // training.samples
-        seed = _seed(job.seed, epoch)
-        done = training.train_on(batch, seed)
-    except NonFiniteGradient as error:
-        if training.recorder is not None:
-            training.recorder.step()
-        _fail(training, str(error))
-    norms = None
-    if measured and done.mean is not None:
-        norms = squared_norms(training.reducer, done.mean, scale, by)
+    done, norms = _stepped(training, batch, scale)
     sent = training.sent_bytes - before
     if training.recorder is not None:
         training.recorder.step(done.mean)
-    told = exchange(world, done.losses, done.time_ns, sent, caught.number, norms)
+    told = exchange(training.world, done.losses, done.time_ns, sent, caught.number, norms)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
     training.samples_seen += len(batch)
@@ -300,12 +283,37 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
         "wire_bytes": np.pad(told.wire_bytes, (0, former)),
     }
     training.record.add("steps", {**row, **training.controller.telemetry()})
-    if iteration in job.train.record_gradients and done.mean is not None:
-        training.save_gradients()
-    every, interval = job.train.telemetry_every, training.update.interval
-    is_due = iteration // every != (iteration - interval) // every
-    if is_due and done.mean is not None and done.mean is not NOTHING:
-        of_layers = training.observe(done.mean)
-        training.record.add("layers", {"iteration": iteration, **of_layers})
+    if done.mean is not None:
+        _observe(training, done.mean)
     training.iteration += 1
     return told.signal
+
+
+def _stepped(training: Training, batch: Array, scale: float) -> tuple[StepResult, Array | None]:
+    """Train on a batch; return also the norms of gradients, if the controller needs them."""
+    job, by = training.job, None
+    measured = job.controller.measures_norms
+    if measured and job.optimizer.preconditions:
+        by = roots(training.reducer, job.optimizer, training.optimizer)
+        measured = by is not None
+    try:
+        seed = _seed(job.seed, training.samples_seen // training.samples)
+        done = training.train_on(batch, seed)
+    except NonFiniteGradient as error:
+        if training.recorder is not None:
+            training.recorder.step()
+        _fail(training, str(error))
+    if not measured or done.mean is None:
+        return done, None
+    return done, squared_norms(training.reducer, done.mean, scale, by)
+
+
+def _observe(training: Training, mean: Mean) -> None:
+    """Write the gradients and the telemetry of an iteration, if they are due. Collective."""
+    train, iteration = training.job.train, training.iteration
+    if iteration in train.record_gradients:
+        training.save_gradients()
+    every, interval = train.telemetry_every, training.update.interval
+    if iteration // every != (iteration - interval) // every and mean is not NOTHING:
+        of_layers = training.observe(mean)
+        training.record.add("layers", {"iteration": iteration, **of_layers})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from pydantic import model_validator
 
-from ...config import ConfigError, NotNegative, Section, Share, Whole
+from ...config import ConfigError, NotNegative, Section, Share, UserError, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,10 @@ class LossFunction(Protocol):
 
 
 MetricFunction = Callable[["Tensor", "Tensor"], "Tensor"]  # outputs, targets: a value for each
+
+
+class Diverged(UserError):
+    """A gradient or the loss is no longer finite."""
 
 
 class TargetError(ConfigError):

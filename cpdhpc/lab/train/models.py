@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ...config import Above0, Positive, Section, Share
+from ...lazy import Late
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
+
+    from . import blocks
+else:
+    nn, blocks = map(Late, ("torch.nn", "cpdhpc.lab.train.blocks"))
 
 
 class Model(Section):
     """[model]: a network, named in MODELS."""
 
     @abstractmethod
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is [batch, *sample_shape].
 
         classes: 0 if the data does not define them. Raises ValueError if it does not suit the
@@ -42,11 +47,9 @@ def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, in
     return shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1]
 
 
-def to_channels(shape: tuple[int, ...]) -> list[torch.nn.Module]:
+def to_channels(shape: tuple[int, ...]) -> list[nn.Module]:
     """Return a layer that adds a channel axis to images of two axes; none for others."""
-    import torch
-
-    return [torch.nn.Unflatten(1, (1, shape[0]))] if len(shape) == 2 else []
+    return [nn.Unflatten(1, (1, shape[0]))] if len(shape) == 2 else []
 
 
 class LeNet(Model):
@@ -61,27 +64,25 @@ class LeNet(Model):
     channels: Annotated[tuple[Positive, Positive], Field(strict=False)] = (16, 32)
     hidden: Positive = 128
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is float32[batch, height, width].
 
         Raises ValueError for images too small for two poolings.
         """
-        import torch
-
         inputs, height, width = image_shape("LeNet", sample_shape, 4)
         first, second = self.channels
-        return torch.nn.Sequential(
+        return nn.Sequential(
             *to_channels(sample_shape),
-            torch.nn.Conv2d(inputs, first, kernel_size=5, padding=2),
-            torch.nn.ReLU(),
-            torch.nn.MaxPool2d(2),
-            torch.nn.Conv2d(first, second, kernel_size=5, padding=2),
-            torch.nn.ReLU(),
-            torch.nn.MaxPool2d(2),
-            torch.nn.Flatten(),
-            torch.nn.Linear(second * (height // 4) * (width // 4), self.hidden),
-            torch.nn.ReLU(),
-            torch.nn.Linear(self.hidden, classes),
+            nn.Conv2d(inputs, first, kernel_size=5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(first, second, kernel_size=5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(second * (height // 4) * (width // 4), self.hidden),
+            nn.ReLU(),
+            nn.Linear(self.hidden, classes),
         )
 
 
@@ -94,15 +95,13 @@ class Mlp(Model):
     name: Literal["mlp"] = "mlp"
     hidden: Annotated[tuple[Positive, ...], Field(strict=False)] = (64,)
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is float32[batch, height, width]."""
-        import torch
-
         widths = (prod(sample_shape), *self.hidden, classes)
-        layers: list[torch.nn.Module] = [torch.nn.Flatten()]
+        layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise(widths):
-            layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-        return torch.nn.Sequential(*layers[:-1])
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
 
 
 class ResidualMlp(Model):
@@ -115,22 +114,19 @@ class ResidualMlp(Model):
     width: Positive = 64
     blocks: Positive = 12
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is float32[batch, *sample_shape]."""
-        import torch
 
-        from .blocks import Residual
-
-        def layers() -> list[torch.nn.Module]:
-            pairs = [(torch.nn.ReLU(), torch.nn.Linear(self.width, self.width)) for _ in range(2)]
+        def layers() -> list[nn.Module]:
+            pairs = [(nn.ReLU(), nn.Linear(self.width, self.width)) for _ in range(2)]
             return [layer for pair in pairs for layer in pair]
 
-        return torch.nn.Sequential(
-            torch.nn.Flatten(),
-            torch.nn.Linear(prod(sample_shape), self.width),
-            *(Residual(torch.nn.Sequential(*layers())) for _ in range(self.blocks)),
-            torch.nn.ReLU(),
-            torch.nn.Linear(self.width, classes),
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(prod(sample_shape), self.width),
+            *(blocks.Residual(nn.Sequential(*layers())) for _ in range(self.blocks)),
+            nn.ReLU(),
+            nn.Linear(self.width, classes),
         )
 
 
@@ -151,10 +147,8 @@ class QuantizedCnn(Model):
     activation_bits: Bits = 4
     input_bits: Bits = 8
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network. Raises ValueError for images too small for two poolings."""
-        from torch import nn
-
         from ...torch.quantized import layers
 
         inputs, height, width = image_shape("QuantizedCnn", sample_shape, least=4)
@@ -205,15 +199,11 @@ class CifarResNet(Model):
     width: Positive = 16
     norm: Norm = "batch"
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is float32[batch, (channels,) height, width].
 
         Raises ValueError for inputs that are not images of at least 4 x 4 pixels.
         """
-        from torch import nn
-
-        from . import blocks
-
         channels, _, _ = image_shape("ResNet", sample_shape, 4)
         layers: list[nn.Module] = [
             *to_channels(sample_shape),
@@ -248,11 +238,7 @@ class WideResNet(Model):
     dropout: Share = 0.0
     norm: Norm = "batch"
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        from torch import nn
-
-        from . import blocks
-
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         channels, _, _ = image_shape("WideResNet", sample_shape, 4)
         width = 16 * self.widen
         network = nn.Sequential(
@@ -294,11 +280,7 @@ class ResNet(Model):
     stem: Literal["imagenet", "cifar"] = "imagenet"
     norm: Norm = "batch"
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        from torch import nn
-
-        from . import blocks
-
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         channels, _, _ = image_shape("ResNet", sample_shape, 4)
         large = self.stem == "imagenet"
         layers: list[nn.Module] = [
@@ -339,18 +321,14 @@ class RowLstm(Model):
     name: Literal["row_lstm"] = "row_lstm"
     hidden: Positive = 128
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network; its input is float32[batch, (channels,) height, width].
 
         Raises ValueError for inputs that are not images.
         """
-        from torch import nn
-
-        from . import blocks
-
         channels, _, width = image_shape("RowLstm", sample_shape, 1)
         return nn.Sequential(
-            blocks.Rows(),
+            blocks.ImageRows(),
             nn.Linear(channels * width, self.hidden),
             blocks.Recurrent(self.hidden, self.hidden, batch_first=True),
             blocks.Last(),
@@ -384,15 +362,11 @@ class LstmLanguageModel(Model):
             raise ValueError(f"tied=true: embedding={self.embedding}: must be hidden={self.hidden}")
         return self
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network: int64[batch, time] gives float32[batch, classes, time].
 
         Raises ValueError for samples that are not sequences.
         """
-        from torch import nn
-
-        from . import blocks
-
         sequence_length("LstmLanguageModel", sample_shape)
         embedding = nn.Embedding(classes, self.embedding)
         between = self.dropout if self.layers > 1 else 0.0
@@ -431,15 +405,11 @@ class Transformer(Model):
             raise ValueError(f"width={self.width}: must be a multiple of heads={self.heads}")
         return self
 
-    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the network: int64[batch, time] gives float32[batch, classes, time].
 
         Raises ValueError for samples that are not sequences.
         """
-        from torch import nn
-
-        from . import blocks
-
         time = sequence_length("Transformer", sample_shape)
         network = nn.Sequential(
             nn.Embedding(classes, self.width),

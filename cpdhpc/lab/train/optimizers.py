@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ...config import Above0, NotNegative, Section, Share
+from ...lazy import Late
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = Late("torch")
 
 
 class Optimizer(Section):
@@ -51,10 +54,15 @@ class Optimizer(Section):
         """Return the optimiser; each step sets its learning rate anew."""
 
 
-class OfMomentum(Optimizer):
-    """An optimiser whose steps add up to a share of the last one."""
+class ByMomentum(Optimizer):
+    """An optimiser whose steps add up to a share of the last one.
+
+    momentum: share of the last step that is added
+    weight_decay: times the weights is added to gradients
+    """
 
     momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
 
     @property
     def kept_share(self) -> float:
@@ -64,10 +72,15 @@ class OfMomentum(Optimizer):
         return {"momentum": share}
 
 
-class OfMoments(Optimizer):
-    """An optimiser that keeps a mean of gradients, and of what it divides by."""
+class ByMoments(Optimizer):
+    """An optimiser that keeps a mean of gradients, and of what it divides by.
+
+    betas: decay rates of the first and second moment; eps: added to the root of the second
+    """
 
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
 
     @property
     def kept_share(self) -> float:
@@ -76,6 +89,22 @@ class OfMoments(Optimizer):
 
     def with_share(self, share: float) -> dict[str, Any]:
         return {"betas": (share, self.betas[1])}
+
+
+class BySecondMoment(ByMoments):
+    """Adam's division by the root of the second moment."""
+
+    preconditions: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+
+    def factors(self, state: Mapping[str, Any]) -> torch.Tensor:
+        """Return 1 / (sqrt(v) + eps) of the state before a step, with corrected bias."""
+        from ...ops.tensors import values_of
+
+        steps = float(values_of(state["step"]))
+        unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** steps)
+        factors: torch.Tensor = 1 / (unbiased.sqrt() + self.eps)
+        return factors
 
 
 Exclude = Literal["one_dimensional", "none"]  # the keys of torch.optimizers.EXCLUDES
@@ -117,24 +146,20 @@ def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
     A layer that no rank has used yet has none. The first step does not change: 0 is added.
     """
-    import torch
-
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-class Sgd(OfMomentum):
+class Sgd(ByMomentum):
     """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
 
-    momentum: share of the last step that is added; weight_decay: times the weights is added to
-        gradients; nesterov: whether the momentum looks ahead
+    nesterov: whether the momentum looks ahead
     exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     """
 
     name: Literal["sgd"] = "sgd"
-    weight_decay: NotNegative = 0.0
     nesterov: bool = False
     exclude: Exclude = "none"
 
@@ -154,8 +179,6 @@ class Sgd(OfMomentum):
         return {"momentum": share} | without
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        import torch
-
         given = groups(parameters, self.exclude, self.weight_decay)
         fused = has_fused(given)
         made = torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
@@ -164,37 +187,18 @@ class Sgd(OfMomentum):
         return made
 
 
-def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
-    """Return 1 / (sqrt(v) + eps) of the state before a step, with corrected bias."""
-    from ...ops.tensors import values_of
-
-    steps = float(values_of(state["step"]))
-    unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** steps)
-    factors: torch.Tensor = 1 / (unbiased.sqrt() + self.eps)
-    return factors
-
-
-class Adam(OfMoments):
+class Adam(BySecondMoment):
     """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
 
-    betas: decay rates of the first and second moment; eps: added to the root of the second
     weight_decay: times the weights is added to gradients
     exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
     """
 
-    preconditions: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = False
-    factors = _of_second_moment
-
     name: Literal["adam"] = "adam"
-    eps: NotNegative = 1e-8
-    weight_decay: NotNegative = 0.0
     exclude: Exclude = "none"
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        import torch
-
         given = groups(parameters, self.exclude, self.weight_decay)
         built: torch.optim.Optimizer = getattr(torch.optim, type(self).__name__)(
             given, lr=rate, betas=self.betas, eps=self.eps, fused=has_fused(given)
@@ -205,9 +209,7 @@ class Adam(OfMoments):
 class AdamW(Adam):
     """[optimizer] name = "adamw": as torch.optim.AdamW, with weight decay apart from moments.
 
-    betas: decay rates of the first and second moment; eps: added to the root of the second
     weight_decay: times the rate is the share of the weights that a step subtracts
-    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     Source: Loshchilov, Hutter: Decoupled weight decay regularization, arXiv 1711.05101.
     """
 
@@ -215,59 +217,52 @@ class AdamW(Adam):
     weight_decay: NotNegative = 0.01
 
 
-class LayerWise(Optimizer):
-    """An optimiser of torch/optimizers.py, whose arguments are the keys of the section."""
+class LayerWiseOptions(Optimizer):
+    """The arguments, by key, of an optimiser of torch/optimizers.py, whose name the class has.
+
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    """
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         from ...torch import optimizers
 
-        built: torch.optim.Optimizer = getattr(optimizers, type(self).__name__)(
+        name = type(self).__name__.removesuffix("Options")
+        built: torch.optim.Optimizer = getattr(optimizers, name)(
             parameters, lr=rate, **self.model_dump(exclude={"name"})
         )
         return built
 
 
-class Lars(LayerWise, OfMomentum):
+class LarsOptions(LayerWiseOptions, ByMomentum):
     """[optimizer] name = "lars": momentum whose rate, layer by layer, follows |w| / |g|.
 
-    momentum: share of the last step that is added; trust: times |w| / |g| times the rate is a
-        layer's rate; weight_decay: times the weights is added to gradients
-    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    trust: times |w| / |g| times the rate is a layer's rate
     Source: You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1.
     """
 
     has_noise_scale: ClassVar[bool] = False
 
     name: Literal["lars"] = "lars"
-    weight_decay: NotNegative = 0.0
     trust: Above0 = 0.001
     exclude: Exclude = "one_dimensional"
 
 
-class Larc(LayerWise, OfMomentum):
+class LarcOptions(LarsOptions):
     """[optimizer] name = "larc": LARS with no layer's rate above the global one.
 
-    momentum: share of the last step that is added; trust: times |w| / |g| is a layer's rate
-    weight_decay: times the weights is added to gradients
-    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    trust: times |w| / |g| is a layer's rate
     Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound as in NVIDIA's apex.
     """
 
-    has_noise_scale: ClassVar[bool] = False
-
-    name: Literal["larc"] = "larc"
-    weight_decay: NotNegative = 0.0
+    name: Literal["larc"] = "larc"  # type: ignore[assignment]
     trust: Above0 = 0.02
-    exclude: Exclude = "one_dimensional"
 
 
-class Lamb(LayerWise, OfMoments):
+class LambOptions(LayerWiseOptions, ByMoments):
     """[optimizer] name = "lamb": Adam whose step of a layer is as long as its weights.
 
-    betas: decay rates of the first and second moment; eps: added to the root of the second
     weight_decay: times the weights is added to a step; trust_clip: |w| / |step| is at most 1
     clip_global_norm: gradients of all layers together are scaled to at most this norm; 0: off
-    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """
 
@@ -282,7 +277,7 @@ class Lamb(LayerWise, OfMoments):
     exclude: Exclude = "one_dimensional"
 
 
-class NovoGrad(LayerWise, OfMoments):
+class NovoGradOptions(LayerWiseOptions, ByMoments):
     """[optimizer] name = "novograd": momentum of gradients divided by their layer's running norm.
 
     betas: decay rates of the momentum and of the squared norm; eps: added to the norm
@@ -295,23 +290,18 @@ class NovoGrad(LayerWise, OfMoments):
 
     name: Literal["novograd"] = "novograd"
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.95, 0.98)
-    eps: NotNegative = 1e-8
-    weight_decay: NotNegative = 0.0
     exclude: Exclude = "one_dimensional"
 
     def factors(self, state: Mapping[str, Any]) -> float:
         """Return 1 / (norm + eps). See Optimizer.factors."""
-        import torch
-
         from ...ops.tensors import values_of
 
         return 1 / (float(values_of(torch.as_tensor(state["norm"]))) + self.eps)
 
 
-class AdamP(LayerWise, OfMoments):
+class AdamPOptions(LayerWiseOptions, BySecondMoment):
     """[optimizer] name = "adamp": Adam without steps along weights whose scale has no effect.
 
-    betas: decay rates of the first and second moment; eps: added to the root of the second
     weight_decay: times the rate is the share of the weights that a step subtracts
     delta: weights are such if the cosine to their gradient is below delta / sqrt(values)
     decay_share: the share of weight decay for such weights
@@ -319,13 +309,7 @@ class AdamP(LayerWise, OfMoments):
     Source: Heo et al., arXiv 2006.08217, algorithm 2.
     """
 
-    preconditions: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = False
-    factors = _of_second_moment
-
     name: Literal["adamp"] = "adamp"
-    eps: NotNegative = 1e-8
-    weight_decay: NotNegative = 0.0
     delta: NotNegative = 0.1
     decay_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     exclude: Exclude = "one_dimensional"
@@ -335,9 +319,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": Sgd,
     "adam": Adam,
     "adamw": AdamW,
-    "lars": Lars,
-    "larc": Larc,
-    "lamb": Lamb,
-    "novograd": NovoGrad,
-    "adamp": AdamP,
+    "lars": LarsOptions,
+    "larc": LarcOptions,
+    "lamb": LambOptions,
+    "novograd": NovoGradOptions,
+    "adamp": AdamPOptions,
 }

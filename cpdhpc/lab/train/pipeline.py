@@ -192,7 +192,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[int]:
     return [firsts[i] for i in ways[len(weights) - 1][1]]
 
 
-class Wire:
+class StageWire:
     """The encoding of values on their way: float32[batch, ...] as bytes."""
 
     def __init__(self, name: str) -> None:
@@ -257,7 +257,7 @@ class Filter:
 
 
 @dataclass
-class Kept:
+class StageInput:
     """A stage's data on the samples of a batch: its input, and the multipliers."""
 
     z: torch.Tensor
@@ -307,7 +307,7 @@ class Work:
         return self.shares / self.size
 
 
-class Part:
+class StageShare:
     """A stage that works on one share of the batches.
 
     below, above: ranks of the stages before and after, None if there is none
@@ -325,10 +325,10 @@ class Part:
         loss: LossFunction,
     ) -> None:
         self.stage, self.given, self.below, self.above = stage, given, below, above
-        self.below_shape, self.loss, self.wire = below_shape, loss, Wire(given.wire)
+        self.below_shape, self.loss, self.wire = below_shape, loss, StageWire(given.wire)
         self.filter_below = Filter(1 if below is None else given.filter, below_shape)
         self.filter_above = Filter(1 if above is None else given.filter, stage.shape)
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, StageInput] = {}
 
     def serial(self, work: Work, train: bool) -> Program[Done]:
         """Forward and backward through all stages in turn.
@@ -369,10 +369,10 @@ class Part:
         below, given = self.filter_below, self.given
         step = given.z_rate / work.weight * gradient
         if given.method == "lagrangian":
-            self.kept[work.number] = Kept(y, -below.means(step))
+            self.kept[work.number] = StageInput(y, -below.means(step))
         else:
             zeros = torch.zeros(work.count, *below.shape)
-            self.kept[work.number] = Kept(y - step / given.beta, zeros)
+            self.kept[work.number] = StageInput(y - step / given.beta, zeros)
 
     def local(self, work: Work, last: bool) -> Program[Done]:
         """Forward and backward of this stage alone, from the kept data of a batch.
@@ -413,7 +413,9 @@ class Part:
                 self._move(kept, gradient + self.filter_below.spread(pull), came, work.weight)
         return done
 
-    def _move(self, kept: Kept, gradient: torch.Tensor, came: torch.Tensor, weight: float) -> None:
+    def _move(
+        self, kept: StageInput, gradient: torch.Tensor, came: torch.Tensor, weight: float
+    ) -> None:
         """Step along the negative gradient, and update the multipliers by the residual."""
         given = self.given
         kept.z = kept.z - given.z_rate / (given.beta * weight) * gradient

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ...compress.base import Column, Mean
+from ...compress.base import Array, Column, Mean
 from ...ops import on_gpu
 from ...store import Attributes, Variable, write
 from ...torch.reducer import GradientReducer
 from ...world.timeline import PHASES
 from .losses import Accuracy, CrossEntropy, Loss, Metric
-
-Array = npt.NDArray[Any]
-
 
 Layers = dict[str, Array]  # [layers] by column
 
@@ -58,7 +54,7 @@ FGSM = "_fgsm"  # suffix of the score of adversarial copies
 WINDOW_PHASES = "correction", "refresh", "local"
 
 
-class Quantity(NamedTuple):
+class RecordColumn(NamedTuple):
     """A column of a group; axes: after that of the rows, which the first column labels."""
 
     long_name: str
@@ -67,66 +63,68 @@ class Quantity(NamedTuple):
     dtype: Any = np.float64
 
 
-Table = dict[str, Quantity]
-ITERATION = Quantity("iteration, from 0", dtype=np.int64)
-EPOCH = Quantity("epoch, from 1", dtype=np.int64)
+ColumnsOf = dict[str, RecordColumn]
+ITERATION = RecordColumn("iteration, from 0", dtype=np.int64)
+EPOCH = RecordColumn("epoch, from 1", dtype=np.int64)
 
 
-def _steps(loss: Loss, decided: Mapping[str, Column]) -> Table:
+def _steps(loss: Loss, decided: Mapping[str, Column]) -> ColumnsOf:
     return {
         "iteration": ITERATION,
-        "samples": Quantity("samples of the global batch", dtype=np.int64),
-        "loss": Quantity(f"{loss.label} of the global batch", loss.units),
-        "learning_rate": Quantity("learning rate"),
-        "loss_scale": Quantity("factor on the loss; a step is skipped if the next is half"),
-        "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
-        "wire_bytes": Quantity(
+        "samples": RecordColumn("samples of the global batch", dtype=np.int64),
+        "loss": RecordColumn(f"{loss.label} of the global batch", loss.units),
+        "learning_rate": RecordColumn("learning rate"),
+        "loss_scale": RecordColumn("factor on the loss; a step is skipped if the next is half"),
+        "time_s": RecordColumn("time of a phase, the largest over processes", "s", ("phase",)),
+        "wire_bytes": RecordColumn(
             "payload that a rank sends in a step, to ranks and to MPI's collectives",
             "byte",
             ("rank",),
             np.int64,
         ),
-        **{name: Quantity(each.long_name, each.units) for name, each in decided.items()},
+        **{name: RecordColumn(each.long_name, each.units) for name, each in decided.items()},
     }
 
 
-def _epochs(loss: Loss, scores: Mapping[str, str]) -> Table:
+def _epochs(loss: Loss, scores: Mapping[str, str]) -> ColumnsOf:
     return {
         "epoch": EPOCH,
-        **{name: Quantity(what) for name, what in scores.items()},
-        "test_loss": Quantity(f"mean {loss.label} of test samples", loss.units),
-        "time_s": Quantity("time of training and evaluation", "s"),
+        **{name: RecordColumn(what) for name, what in scores.items()},
+        "test_loss": RecordColumn(f"mean {loss.label} of test samples", loss.units),
+        "time_s": RecordColumn("time of training and evaluation", "s"),
     }
 
 
-def _layers(columns: Mapping[str, Column]) -> Table:
+def _layers(columns: Mapping[str, Column]) -> ColumnsOf:
     by = ("layer",)
     return {
         "iteration": ITERATION,
-        "nonzero": Quantity("non-zero gradient values of all ranks", "1", by, np.int64),
-        **{name: Quantity(each.long_name, each.units, by) for name, each in columns.items()},
+        "nonzero": RecordColumn("non-zero gradient values of all ranks", "1", by, np.int64),
+        **{name: RecordColumn(each.long_name, each.units, by) for name, each in columns.items()},
     }
 
 
-def _ranks(loss: Loss, scores: Mapping[str, str]) -> Table:
+def _ranks(loss: Loss, scores: Mapping[str, str]) -> ColumnsOf:
     return {
         "epoch": EPOCH,
-        "consensus_distance": Quantity(
+        "consensus_distance": RecordColumn(
             "root mean square distance of the ranks' parameters to their mean"
         ),
-        "worst_rank": Quantity(
+        "worst_rank": RecordColumn(
             "rank whose own model has the largest test loss; -1: unknown", dtype=np.int64
         ),
-        **{name: Quantity(f"{what}, of that rank") for name, what in scores.items()},
-        "test_loss": Quantity(f"mean {loss.label}, of that rank", loss.units),
+        **{name: RecordColumn(f"{what}, of that rank") for name, what in scores.items()},
+        "test_loss": RecordColumn(f"mean {loss.label}, of that rank", loss.units),
     }
 
 
 WINDOWS = {
-    "iteration": Quantity("first iteration of a window", dtype=np.int64),
-    "violation": Quantity("mean square of what enters a stage less what is given", axes=("cut",)),
-    "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
-    "busy_time_s": Quantity(
+    "iteration": RecordColumn("first iteration of a window", dtype=np.int64),
+    "violation": RecordColumn(
+        "mean square of what enters a stage less what is given", axes=("cut",)
+    ),
+    "time_s": RecordColumn("time of a phase, the largest over processes", "s", ("phase",)),
+    "busy_time_s": RecordColumn(
         "processor time of a stage in forward and backward, the largest over shares",
         "s",
         ("phase", "stage"),

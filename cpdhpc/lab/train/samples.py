@@ -12,13 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import (
-    BrokenExecutor,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -27,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import ConfigError, Positive, Section, UserError, Whole, told
+from ...lazy import Late
 from ...partition import split
 from ...randomness import random_key
 from ...store import Tables
@@ -35,7 +30,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
-
+else:
+    torch = Late("torch")
 
 Array = npt.NDArray[Any]
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -84,7 +80,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamedData:
     """Samples that are not in arrays.
 
     image_shape: of an input; classes: 0 if they are unknown
@@ -125,21 +121,17 @@ def shard(batch: Array, ranks: int, rank: int) -> Array:
     return batch[start:stop]
 
 
-class Scaling:
+class InputScaling:
     """Bytes become 0..1; then inputs are normalised by channel, if mean and deviation are set.
 
     mean, deviation: float32[channels], or empty
     """
 
     def __init__(self, mean: Array, deviation: Array) -> None:
-        import torch
-
         self.mean, self.deviation = (torch.from_numpy(each) for each in (mean, deviation))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x[b, ...] scaled; its channels are axis 1."""
-        import torch
-
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if not len(self.mean):
             return x
@@ -150,16 +142,16 @@ class Scaling:
 class InMemory:
     """Inputs and targets as tensors whose first axis is the sample; scaling: of inputs."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, scaling: Scaling | None = None) -> None:
+    def __init__(
+        self, x: torch.Tensor, y: torch.Tensor, scaling: InputScaling | None = None
+    ) -> None:
         none = np.empty(0, np.float32)
-        self.x, self.y, self.scaling = x, y, scaling or Scaling(none, none)
+        self.x, self.y, self.scaling = x, y, scaling or InputScaling(none, none)
 
     def __len__(self) -> int:
         return len(self.y)
 
     def take(self, index: Array, seed: int) -> Pair:
-        import torch
-
         at = torch.from_numpy(index)
         return self.scaling(self.x[at]), self.y[at]
 
@@ -176,14 +168,12 @@ class Sequences:
 
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b] as int64[b, length] twice. See Samples.take."""
-        import torch
-
         at = index[:, None] * self.length + np.arange(self.length + 1)
         pieces = torch.from_numpy(self.tokens[at].astype(np.int64))
         return pieces[:, :-1], pieces[:, 1:]
 
 
-class Rows:
+class TableRows:
     """Rows of two tables of an HDF5 file, which each process opens and reads on its own.
 
     tables: of inputs and targets
@@ -194,7 +184,7 @@ class Rows:
         self, tables: Tables, mean: Array, deviation: Array, channels_last: bool = False
     ) -> None:
         self.tables, self.channels_last = tables, channels_last
-        self.scaling = Scaling(mean, deviation)
+        self.scaling = InputScaling(mean, deviation)
         (x, y), (self.x, self.y) = tables.rooms, tables.names
         kinds = np.dtype(x.dtype), np.dtype(y.dtype)
         if kinds[0] != np.uint8 and kinds[0].kind != "f":
@@ -231,8 +221,6 @@ class Rows:
 
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b]. See Samples.take. Raises StoreError for damaged data."""
-        import torch
-
         x, y = (self.tables.take(name, index) for name in self.tables.names)
         inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False))
         if self.channels_last:
@@ -262,7 +250,6 @@ class MapStyle:
 
         Raises ConfigError if the dataset fails, or its items are not pairs.
         """
-        import torch
         from torch.utils.data import default_collate
 
         items = []
@@ -285,8 +272,6 @@ class MapStyle:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed random, numpy.random and torch, until the end of the block."""
-    import torch
-
     # users' transforms call np.random.rand and similar functions
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
@@ -345,7 +330,7 @@ class Workers:
     ) -> None:
         self.sources, self.directory, self.wait_s = sources, directory, wait_s
         self.count, self.ahead = loader.workers, loader.workers * loader.prefetch
-        self._executor: Executor | None = None
+        self._executor: futures.Executor | None = None
         self._lifeline: Connection | None = None
         self._content = b""
         if loader.workers and directory is not None:
@@ -365,31 +350,33 @@ class Workers:
             self._executor.shutdown(cancel_futures=True)
         self._executor = self._lifeline = None
 
-    def submit(self, source: int, share: Share) -> Future[Any]:
+    def submit(self, source: int, share: Share) -> futures.Future[Any]:
         """Submit a share of a source for reading; the future holds any error."""
         try:
             return self._submit(source, share)
         except Exception as error:  # other ranks must not wait: it is raised when taken
-            failed: Future[Any] = Future()
+            failed: futures.Future[Any] = futures.Future()
             failed.set_exception(error)
             return failed
 
-    def _submit(self, source: int, share: Share) -> Future[Any]:
+    def _submit(self, source: int, share: Share) -> futures.Future[Any]:
         if self.directory is None:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.count, "cpdhpc-loader")
+                self._executor = futures.ThreadPoolExecutor(self.count, "cpdhpc-loader")
             return self._executor.submit(self.sources[source].take, *share)
         with _signals_blocked():  # so that neither workers nor their helpers get signals
             if self._executor is None:
                 self._executor = self._processes(self.directory)
             return self._executor.submit(_take, source, *share)
 
-    def _processes(self, directory: str) -> Executor:
+    def _processes(self, directory: str) -> futures.Executor:
         """Return processes that are not forked from a process with MPI."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch.utils.data"])
         end, self._lifeline = context.Pipe(duplex=False)
-        return ProcessPoolExecutor(self.count, context, _begin, (end, directory, self._content))
+        return futures.ProcessPoolExecutor(
+            self.count, context, _begin, (end, directory, self._content)
+        )
 
 
 @contextmanager
@@ -408,8 +395,6 @@ class _Worker:
 
 
 def _begin(lifeline: Connection, directory: str, content: bytes) -> None:
-    import torch
-
     def end_with_the_rank() -> None:
         try:
             lifeline.recv()
@@ -440,7 +425,7 @@ class Prefetched:
     def __init__(self, workers: Workers, source: int) -> None:
         self.workers, self.source = workers, source
         self._waiting: deque[Share] = deque()
-        self._read: dict[tuple[bytes, int], Future[Any]] = {}
+        self._read: dict[tuple[bytes, int], futures.Future[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.workers.sources[self.source])
@@ -464,15 +449,13 @@ class Prefetched:
 
         Raises ConfigError if a worker died, or exceeded the time limit.
         """
-        import torch
-
         future = self._read.pop(_key(index, seed), None)
         if future is None:
             return self.workers.sources[self.source].take(index, seed)
         where = f"loader.workers={self.workers.count}: {_named(index)}"
         try:
             x, y = future.result(self.workers.wait_s)
-        except BrokenExecutor:
+        except futures.BrokenExecutor:
             raise ConfigError(f"{where}: a worker died: killed, or out of memory") from None
         except TimeoutError:
             raise ConfigError(f"{where}: were not read in {self.workers.wait_s:g} s") from None

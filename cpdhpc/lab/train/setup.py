@@ -7,21 +7,13 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...config import ConfigError, UserError, told
 from ...ops import set_kernel_threads
 from ...ops.tensors import CPU
 from ...torch.loss_scaling import LossScaler
-from ...torch.precision.conversion import (
-    BY_TORCH,
-    aggregator_of,
-    by_parameter,
-    convert,
-    obeyed,
-    unheard,
-)
+from ...torch.precision import conversion
 from ...torch.precision.updates import RoundedUpdates
 from ...torch.reducer import GradientReducer
 from ...torch.split_images import partition
@@ -35,16 +27,16 @@ from .adversary import Adversary, add_statistics
 from .checkpoint import Files
 from .data import Augment
 from .imports import ImportedModel
-from .job import Job, Train
+from .job import Job, TrainSettings
 from .losses import LossFunction, shown
 from .record import Record
 from .samples import (
     Dataset,
     InMemory,
+    InputScaling,
     Prefetched,
     Samples,
-    Scaling,
-    Source,
+    StreamedData,
     Workers,
     device_of,
     taken,
@@ -60,7 +52,7 @@ def own_device(
 ) -> torch.device:
     """Return this process's device, now the current one of torch and CuPy. Collective.
 
-    kind: cpu or gpu; the others: see train.job.Train
+    kind: cpu or gpu; the others: see train.job.TrainSettings
     Raises UserError on all processes if one has no GPU, or torch or CuPy cannot use it,
     if several share one without permission, and if MPI must take GPU memory but does not.
     """
@@ -91,7 +83,7 @@ def own_threads(world: Ranks, wanted: int) -> int:
     return threads
 
 
-def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> None:
+def cast_forward(model: torch.nn.Module, train: TrainSettings, device: torch.device) -> None:
     """Let a model's forward use torch.autocast, but return float32, if configured."""
     if train.autocast == "none":
         return
@@ -106,18 +98,20 @@ def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> 
     model.forward = cast
 
 
-def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
+def samples_of(
+    data: Dataset | StreamedData, grid: ImageGrid | None = None
+) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
-    if isinstance(data, Source):
+    if isinstance(data, StreamedData):
         return data.train, data.test
     images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
     train_x, test_x = images if grid is None else map(grid.cut, images)
     labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    scaling = Scaling(data.mean, data.deviation)
+    scaling = InputScaling(data.mean, data.deviation)
     return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
-def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | StreamedData) -> torch.nn.Module:
     """Return a job's network, initialised by its seed. Raises ConfigError, or its ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
@@ -190,7 +184,6 @@ def check_fit(
 
 
 T = TypeVar("T")
-Array = npt.NDArray[Any]
 
 
 def agreed(world: Ranks, make: Callable[[], T]) -> T:
@@ -210,7 +203,7 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
     return world.agreed(told)
 
 
-def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Training:
+def prepare(job: Job, world: Ranks, data: Dataset | StreamedData, files: Files) -> Training:
     """Return a run that is ready to begin. Collective.
 
     Raises UserError on all processes if the job does not suit the data.
@@ -237,7 +230,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
 def _given(
     job: Job,
     world: Ranks,
-    data: Dataset | Source,
+    data: Dataset | StreamedData,
     files: Files,
     model: torch.nn.Module,
     grid: ImageGrid | None,
@@ -258,7 +251,7 @@ def _given(
         return samples_at_once(model, train, bool(job.adversarial.epsilon))
 
     at_once = agreed(world, counted) if grid is None else counted()  # the latter has messages
-    directory = data.directory if isinstance(data, Source) else None
+    directory = data.directory if isinstance(data, StreamedData) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
     workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
@@ -266,15 +259,19 @@ def _given(
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
     machine |= {"precision": obeying}
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    controller = job.controller.build(job.settings(len(train), world))
     told = loss, data.classes, files, machine, grid, at_once, digest, few
-    return Given(train, test, workers, *told)
+    return Given(train, test, workers, *told, job, model, optimizer, controller)
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
     """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.aggregator()))
+    aggregator = agreed(
+        world, lambda: conversion.aggregator_of(model, job.precision, job.aggregator())
+    )
     given.provenance["advice"] = job.advice(job.aggregator())
     try:
         reducer = GradientReducer(
@@ -288,35 +285,22 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     except ValueError as error:  # on all ranks, for example a pattern that matches no layer
         raise of_gradient(job, error) from None
     reducer.advised = True  # by the run itself, before it begins
-    controller = job.controller.build(job.settings(len(given.train), world))
-    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
-    if rows := by_parameter(model, job.precision):
-        RoundedUpdates(optimizer, rows, job.seed)
+    if rows := conversion.by_parameter(model, job.precision):
+        RoundedUpdates(given.optimizer, rows, job.seed)
     record = Record(
         world.ranks,
         reducer.bucket.names,
         reducer.aggregator.columns,
         job.loss,
         job.told,
-        controller.columns,
+        given.controller.columns,
         copies=bool(copies.epsilon),
         own_models=isinstance(job.update, OwnModelsRule),
     )
-    return Training(
-        given,
-        job=job,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        reducer=reducer,
-        update=job.update.build(model, optimizer, reducer),
-        scaler=LossScaler(
-            reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"
-        ),
-        controller=controller,
-        record=record,
-        adversary=adversary,
-    )
+    update = job.update.build(model, given.optimizer, reducer)
+    dynamic = job.train.loss_scaling == "dynamic"
+    scaler = LossScaler(reducer, job.train.loss_scale, dynamic=dynamic)
+    return Training(given, world, reducer, update, scaler, record, adversary)
 
 
 def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
@@ -337,32 +321,21 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
     reducers = StageReducers(
         stages, placement, aggregator, seed=job.seed, bucket_mib=job.train.bucket_mib
     )
-    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     ranks, columns = placement.world.ranks, aggregator.columns
     layers, count = list(reducers.layers), job.stages.count
     record = Record(ranks, layers, columns, job.loss, job.told, stages=count)
     reducer = cast(GradientReducer, reducers)  # it has the methods that loop and scaler use
-    update = StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record)
-    return StagedTraining(
-        given,
-        job=job,
-        world=placement.world,
-        model=model,
-        optimizer=optimizer,
-        reducer=reducer,
-        update=update,
-        scaler=LossScaler(reducer, job.train.loss_scale),
-        controller=job.controller.build(job.settings(len(given.train), world)),
-        record=record,
-    )
+    update = StagedUpdate(given.optimizer, reducers, job.stages, given.loss, given.train, record)
+    scaler = LossScaler(reducer, job.train.loss_scale)
+    return StagedTraining(given, placement.world, reducer, update, scaler, record)
 
 
 def _split(
-    job: Job, world: Ranks, data: Dataset | Source, model: torch.nn.Module
+    job: Job, world: Ranks, data: Dataset | StreamedData, model: torch.nn.Module
 ) -> tuple[ImageGrid, torch.nn.Module]:
     """Return the split of images, and the network for their parts. Collective."""
     try:
-        if isinstance(data, Source):
+        if isinstance(data, StreamedData):
             raise ValueError("only data in memory is split")
         if job.augment != Augment():
             raise ValueError("augmented images are not split")
@@ -375,10 +348,10 @@ def _split(
 def _obeying(job: Job, model: torch.nn.Module) -> str:
     """Make layers obey the policy of a job, and return their description; "" without one."""
     try:
-        found = obeyed(model, job.precision)
-        left = unheard(model, job.precision)
-        convert(model, job.precision, job.seed)
+        found = conversion.obeyed(model, job.precision)
+        left = conversion.unheard(model, job.precision)
+        conversion.convert(model, job.precision, job.seed)
     except ConfigError as error:
         raise ConfigError(f"{job.id}: {error}") from None
     lines = [f"{name}: {of.told()}" for name, of in found.items()]
-    return "\n".join(lines + [f"{name}: {BY_TORCH}" for name in left])
+    return "\n".join(lines + [f"{name}: {conversion.BY_TORCH}" for name in left])

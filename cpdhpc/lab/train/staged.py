@@ -7,30 +7,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import fsum
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...collectives import sparse
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.engine import Program, run
-from ...compress.base import Aggregator, Mean
+from ...compress.base import Aggregator, Array, Mean
 from ...ops.tensors import bytes_of, of_bytes
 from ...randomness import random_key
 from ...torch.averaging import Averaging, part_seed
 from ...torch.reducer import GradientReducer
 from .losses import LossFunction
-from .pipeline import Done, Part, Stage, Work
+from .pipeline import Done, Stage, StageShare, Work
 from .record import WINDOW_PHASES, Layers, Record, observe
 from .samples import Samples, shard
 from .stages import Placement, Stages
-from .step import FORWARD, Step, Stopwatch
+from .step import FORWARD, StepResult, Stopwatch
 from .training import Training
 from .update import AnyUpdate
 
-Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest
 NO_BYTES = np.empty(0, np.uint8)
 
@@ -155,7 +152,7 @@ class StagedUpdate(AnyUpdate):
         shapes = [tuple(self.like[0].shape[1:]), *(stage.shape for stage in self.stages)]
         rank = self.placement.rank
         self.parts = {
-            rank(stage, share): Part(
+            rank(stage, share): StageShare(
                 self.stages[stage],
                 given,
                 rank(stage - 1, share) if stage else None,
@@ -191,7 +188,7 @@ class StagedUpdate(AnyUpdate):
             place += reducer.world.bytes_sent + reducer.world.collective_bytes
         return sent
 
-    def train(self, samples: Samples, seed: int) -> Step:
+    def train(self, samples: Samples, seed: int) -> StepResult:
         """Train on the next batch. Collective.
 
         seed: of random changes of samples. Raises on all processes, with the parameters unchanged,
@@ -218,7 +215,7 @@ class StagedUpdate(AnyUpdate):
         window.time_ns[phase] += time.perf_counter_ns() - began_ns
         if not window:
             self._record(window)
-        return Step(losses, self.means[0], watch.time_ns)
+        return StepResult(losses, self.means[0], watch.time_ns)
 
     def _works(
         self, samples: Samples, seed: int, iteration: int, batch: Array
@@ -399,7 +396,7 @@ def _idle() -> Program[Done | None]:
 class StagedTraining(Training):
     update: StagedUpdate
 
-    def train_on(self, batch: Array, seed: int) -> Step:
+    def train_on(self, batch: Array, seed: int) -> StepResult:
         return self.update.train(self.train, seed)
 
     def observe(self, mean: Mean) -> Layers:

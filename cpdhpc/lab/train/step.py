@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...collectives import sparse
 from ...compress import NoCompression
-from ...compress.base import Mean
+from ...compress.base import Array, Mean
 from ...compress.bucket import Bucket
 from ...config import ConfigError, UserError
 from ...ops import tensors, to_host
@@ -37,14 +36,12 @@ from .optimizers import Optimizer
 from .samples import Prefetched, Samples, device_of, shard, taken
 from .update import Update
 
-Array = npt.NDArray[Any]
-
 FORWARD = 4  # stream of random numbers: of the model, for example dropout
 _NOTHING = np.iinfo(np.int64).min  # below all values that a process sends for its own ranks
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class StepExchange:
     """loss: of the global batch; time_ns: int64[phases], the slowest process's;
     wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0;
     norms: float64[ranks + 1], of all ranks and of the mean, if they were measured."""
@@ -63,7 +60,7 @@ def exchange(
     sent: Array,
     signal: int,
     norms: Array | None = None,
-) -> Exchanged:
+) -> StepExchange:
     """Exchange values. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 
     losses: one per hosted rank, their mean over all ranks is the loss of the batch
@@ -79,7 +76,7 @@ def exchange(
     found = world.max(np.concatenate([words.ravel(), bits[-1:], time_ns, [signal]]))
     loss_bits, wire_bytes, *norm_bits = found[: words.size].reshape(words.shape)
     of_mean, times = np.split(found[words.size : -1], [-len(time_ns)])
-    return Exchanged(
+    return StepExchange(
         loss=fsum(loss_bits.view(np.float64)) / ranks,
         time_ns=times,
         wire_bytes=wire_bytes,
@@ -232,7 +229,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """losses: of each hosted rank, whose mean over all ranks is the loss of the batch
 
     mean: None if a gradient overflowed, and the step was skipped
@@ -252,7 +249,7 @@ def step(
     seed: int = 0,
     scaler: LossScaler | None = None,
     adversary: Adversary | None = None,
-) -> Step:
+) -> StepResult:
     """Train on one global batch. Collective.
 
     samples: all of training; batch: int64[b], the same on all ranks; loss: to be minimised
@@ -298,7 +295,7 @@ def step(
     if mean is not None:
         update.step()
     watch.lap("optimizer")
-    return Step(losses, mean, watch.time_ns)
+    return StepResult(losses, mean, watch.time_ns)
 
 
 def _told(error: Exception, iteration: int, rank: int) -> UserError:

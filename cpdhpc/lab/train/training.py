@@ -23,13 +23,13 @@ from .job import Job
 from .losses import LossFunction
 from .record import Layers, Record, observe
 from .samples import Samples, Workers
-from .step import Step, step
+from .step import StepResult, step
 from .update import AnyUpdate, Update
 
 
 @dataclass(frozen=True)
 class Given:
-    """The data that a run learns from, with its metadata.
+    """The data that a run learns from, with its metadata, and the parts that any run has.
 
     train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 if the data does not define them
@@ -50,6 +50,10 @@ class Given:
     at_once: int
     data_digest: str
     data_sample: str
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    controller: Controller
 
 
 @dataclass
@@ -63,14 +67,10 @@ class Training:
     """
 
     given: InitVar[Given]
-    job: Job
     world: Ranks
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     update: AnyUpdate
     scaler: LossScaler
-    controller: Controller
     record: Record
     adversary: Adversary | None = None
     recorder: Recorder | None = None
@@ -82,6 +82,8 @@ class Training:
         self.loss, self.classes, self.at_once = given.loss, given.classes, given.at_once
         self.files, self.provenance, self.grid = given.files, given.provenance, given.grid
         self.data_digest, self.data_sample = given.data_digest, given.data_sample
+        self.job, self.model, self.optimizer = given.job, given.model, given.optimizer
+        self.controller = given.controller
 
     @property
     def sharing(self) -> int:
@@ -97,7 +99,7 @@ class Training:
             np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
         )
 
-    def train_on(self, batch: Array, seed: int) -> Step:
+    def train_on(self, batch: Array, seed: int) -> StepResult:
         """Train on a global batch of update.batch. Collective. See step.step."""
         assert isinstance(self.update, Update), "others have a Training of their own"
         how = self.loss, self.sharing, seed, self.scaler, self.adversary
@@ -187,7 +189,9 @@ class Training:
         """
         path = self.files.weights(epoch)
         rate = self.optimizer.param_groups[0]["lr"]  # of the last step
-        kept = checkpoint.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        kept = checkpoint.KeptWeights(
+            epoch, self.iteration, rate, self.data_digest, self.job.toml()
+        )
         with self.update.evaluated():
             self.world.on_first(lambda: checkpoint.save_weights(path, self.model, kept), "weights")
 

@@ -15,12 +15,15 @@ from ...collectives import sparse
 from ...compress.base import Array, Mean
 from ...compress.bucket import Bucket, Entry, State
 from ...config import Above0, Positive, Section, Share
+from ...lazy import Late
 from ...world.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
 
     from ...torch.reducer import GradientReducer
+else:
+    torch = Late("torch")
 
 
 class AnyUpdate:
@@ -211,8 +214,6 @@ class OwnModels(Update):
         self._buffer_bytes()[hosted][...] = bytes_of([*self.model.buffers()]).numpy()
 
     def _load_parameters(self, flat: Array) -> None:
-        import torch
-
         for p, values in zip(self.reducer.parameters, self.bucket.views(flat), strict=True):
             p.data.copy_(torch.from_numpy(values))
 
@@ -283,8 +284,6 @@ class OwnModels(Update):
 
         Data that is the same on all ranks stays. See Update.resumed.
         """
-        import torch
-
         if former_ranks != self.world.ranks:
             shared = [(k, e) for k, e in self.state if e.redistribution is None]
             self.state = State(self.world.hosted, self.world.ranks)
@@ -363,8 +362,6 @@ class PeriodicUpdate(OwnModels):
 
     def _local_step(self, hosted: int, used: Sequence[int]) -> None:
         """Let the optimiser of a hosted rank step; used: by layer, whether any has a gradient."""
-        import torch
-
         gradients = self.reducer.bucket.views(self.reducer.flats[hosted])
         for p, gradient, is_used in zip(self.reducer.parameters, gradients, used, strict=True):
             p.grad = torch.from_numpy(gradient).to(p.dtype) if is_used else None

@@ -16,7 +16,7 @@ DEVICES = {"cpu": "CPU", "gpu": "GPU"}
 
 
 @dataclass
-class Place:
+class CheckPlace:
     """The ranks and the device on which a check runs.
 
     world: ranks that still take part; quick: whether the check should take seconds, not minutes
@@ -63,7 +63,7 @@ class Ratio(NamedTuple):
 
 
 @dataclass
-class Found:
+class CheckResult:
     """The results of a check on a rank.
 
     counted: number of comparisons; wrong: differences, a line each
@@ -94,7 +94,7 @@ class Check:
 
     section: str
     what: str
-    run: Callable[[Place], Found]
+    run: Callable[[CheckPlace], CheckResult]
     devices: Sequence[str] = ("cpu", "gpu")
 
 

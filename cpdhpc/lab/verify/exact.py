@@ -40,12 +40,12 @@ from ..kinds.allreduce_cases import no_torch
 from ..kinds.codec_cases import format_of
 from ..kinds.halo_cases import ACCUMULATE, COPIED, EXCHANGE, OURS, Setting, open_cases
 from ..kinds.timing import on_device
-from .base import Array, Check, Found, Place
+from .base import Array, Check, CheckPlace, CheckResult
 from .outcomes import (
     KEY,
     OFFSET,
+    NamedResults,
     OnGpu,
-    Recorded,
     differing,
     of_codes,
     of_passes,
@@ -61,7 +61,7 @@ TABLES = ("posit8", "posit8es1", "posit6", "takum8", "lns4m3")  # of 8 bits at m
 N = 2500  # values: two tiles and a part of one
 
 
-def _ops(place: Place) -> Any:
+def _ops(place: CheckPlace) -> Any:
     """Return the operations of the device, for NumPy arrays."""
     if place.device == "cpu":
         return cpu
@@ -70,7 +70,7 @@ def _ops(place: Place) -> Any:
     return OnGpu(gpu)
 
 
-def _there(place: Place) -> tuple[Any, Callable[[Array], Any], Callable[[Any], Array]]:
+def _there(place: CheckPlace) -> tuple[Any, Callable[[Array], Any], Callable[[Any], Array]]:
     """Return the operations of the device, a function that copies arrays there, and one back."""
     if place.device == "cpu":
         return cpu, np.copy, np.asarray
@@ -124,7 +124,7 @@ def same(a: Array, b: Array) -> bool:
 
 
 def _compare(
-    found: Found, what: str, count: int, outcome: Callable[[Any], list[Array]], ops: Any
+    found: CheckResult, what: str, count: int, outcome: Callable[[Any], list[Array]], ops: Any
 ) -> None:
     """Compare the outcome of operations with that of the specification."""
     found.compare(what, not differing(outcome(ops), outcome(reference), any_nan=True), count)
@@ -135,9 +135,9 @@ def _shifts(fmt: Format, *shifts: int) -> list[int]:
     return [shift for shift in shifts if fmt.shift_min <= shift <= fmt.shift_max]
 
 
-def formats(place: Place) -> Found:
+def formats(place: CheckPlace) -> CheckResult:
     """Decode all codes of all formats of 8 bits; encode numbers, midpoints and their neighbours."""
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     for fmt in small_formats():
         codes, x = np.arange(1 << fmt.bits, dtype=np.uint32), edges(fmt)
         for shift in _shifts(fmt, 0, 3, -5):
@@ -155,9 +155,9 @@ LARGE_FORMATS = ("fp16", "bf16", "fp32", "e5m6", "e6m9", "e8m3", "posit16", "tak
 TILED = ("e4m3", "e5m2", "e2m1fn", "e3m0", "e4m3fn", "e1m1", "e3m2", *MICROSCALING)
 
 
-def large_formats(place: Place) -> Found:
+def large_formats(place: CheckPlace) -> CheckResult:
     """Encode and decode samples and edges of wider formats, and pack them."""
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     for name in LARGE_FORMATS:
         fmt = parse_format(name)
         x = np.concatenate([edges(fmt), values(N, 1)])
@@ -174,12 +174,12 @@ def large_formats(place: Place) -> Found:
     return found
 
 
-def tiled(place: Place) -> Found:
+def tiled(place: CheckPlace) -> CheckResult:
     """Encode, decode, add and hop tiles, with all scalings, with fixed and chosen shifts.
 
     On a GPU the compiler takes seconds for each cast, so a quick check has few.
     """
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     few = place.quick and place.device == "gpu"
     names = ("e4m3", "mxfp4") if few else place.of(TILED[:-4], (*TILED, *LARGE_FORMATS))
     roundings: Any = place.of(("nearest", "stochastic")[: 1 if few else 2], get_args(Rounding))
@@ -200,9 +200,9 @@ def tiled(place: Place) -> Found:
     return found
 
 
-def two_scales(place: Place) -> Found:
+def two_scales(place: CheckPlace) -> CheckResult:
     """Encode blocks of NVFP4, decode them, and add them."""
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     for n, rounding in product((1, 17, N, 40_000), ("nearest", "stochastic")):
         x, y = values(n, 5), values(n, 6)
         bad = x.copy()
@@ -213,9 +213,9 @@ def two_scales(place: Place) -> Found:
     return found
 
 
-def sums(place: Place) -> Found:
+def sums(place: CheckPlace) -> CheckResult:
     """Add integers of growing width, and pack ternary codes."""
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     for name in ("int2", "int4", "int8", "int16", "ternary", "e4m3", "e3m0"):
         fmt = Cast(INTEGERS.get(name) or parse_format(name)).float_format
         for rounding in ("nearest", "stochastic"):
@@ -224,23 +224,23 @@ def sums(place: Place) -> Found:
     return found
 
 
-def passes(place: Place) -> Found:
+def passes(place: CheckPlace) -> CheckResult:
     """Accumulate, scale, find the largest, take signs, and run the other passes of compressors."""
-    found, (ops, there, here) = Found(), _there(place)
+    found, (ops, there, here) = CheckResult(), _there(place)
     for n in place.of((1, 33, 9001), (1, 7, 33, 1025, 9001, 60_000)):
         wanted = of_passes(reference, n, np.copy, np.asarray)
         _compare_all(found, n, of_passes(ops, n, there, here), wanted)
     return found
 
 
-def _compare_all(found: Found, n: int, got: Recorded, wanted: Recorded) -> None:
+def _compare_all(found: CheckResult, n: int, got: NamedResults, wanted: NamedResults) -> None:
     for mine, its in zip(got, wanted, strict=True):
         found.compare(f"{mine[0]} of {n} values", mine == its, n)
 
 
-def selection(place: Place) -> Found:
+def selection(place: CheckPlace) -> CheckResult:
     """Select, gather, scatter, clear, and pack streams of bits."""
-    found, (ops, there, here) = Found(), _there(place)
+    found, (ops, there, here) = CheckResult(), _there(place)
     for n, seed in product((1, 33, 5000, 70_001), range(place.of(1, 4))):
         x = values(n, seed)
         x = np.round(x) if seed % 2 else x  # with ties
@@ -249,9 +249,9 @@ def selection(place: Place) -> Found:
     return found
 
 
-def products(place: Place) -> Found:
+def products(place: CheckPlace) -> CheckResult:
     """Multiply matrices with chosen roundings of products, partial sums and chunks."""
-    found, ops = Found(), _ops(place)
+    found, ops = CheckResult(), _ops(place)
     names = place.of(("e4m3", "bf16"), ("e4m3", "bf16", "e5m2", "e2m1fn", "fp16", "fp32"))
     for name, rounding in product(names, get_args(Rounding)):
         cast = Cast(parse_format(name), rounding)
@@ -266,9 +266,9 @@ def products(place: Place) -> Found:
     return found
 
 
-def steps(place: Place) -> Found:
+def steps(place: CheckPlace) -> CheckResult:
     """Take a step of each optimiser that adapts to layers."""
-    found = Found()
+    found = CheckResult()
     numbers = Numbers(0.1, 0.01, 0.9, 0.99, 1e-6, 1.0, 0.02, 1.25, 1.5, 0.75, 10.0, 5.0, 0.1)
     shapes = [(1, 1), (3, 5), (7, 147), (2, PART + 17)]
     for rule in RULES:
@@ -285,9 +285,9 @@ def steps(place: Place) -> Found:
     return found
 
 
-def on_host(place: Place) -> Found:
+def on_host(place: CheckPlace) -> CheckResult:
     """Pack, mark, look up and merge places of sparse arrays, as compressors do."""
-    found = Found()
+    found = CheckResult()
     for n, bin_values in product((1, 900, 9001), (1, 50, 500)):
         x = values(n, n)
         indices = np.flatnonzero(np.random.default_rng(n).random(n) < 0.1).astype(np.uint32)
@@ -333,7 +333,7 @@ def _twice(run: Callable[[int], Any]) -> list[str]:
     return outcomes
 
 
-class Sum(NamedTuple):
+class SumCase(NamedTuple):
     """An all-reduce: its method, its values, and a name."""
 
     method: Allreduce
@@ -351,7 +351,7 @@ class Sum(NamedTuple):
 WIRES = ("raw", "e4m3", "e2m1fn", "e3m0", "int8", "mxfp4", "nvfp4", "ternary", "posit8", "bf16")
 
 
-def all_reduces(quick: bool) -> Iterator[Sum]:
+def all_reduces(quick: bool) -> Iterator[SumCase]:
     """Yield every schedule times wire, with the other options that fit."""
     scalings = (None, "aps") if quick else (None, "aps", "none", "block32")
     wires = WIRES if not quick else WIRES[:7]
@@ -368,9 +368,9 @@ def all_reduces(quick: bool) -> Iterator[Sum]:
             except ValueError:  # these do not go together
                 continue
             for n in (3000,) if quick else (1, 1025, 3000, 20_000):
-                yield Sum(method, n, poisoned=False)
+                yield SumCase(method, n, poisoned=False)
             if scaling is None and accumulate is None:
-                yield Sum(method, 1100, poisoned=True)
+                yield SumCase(method, 1100, poisoned=True)
 
 
 def contribution(rank: int, n: int, poisoned: bool = False) -> Array:
@@ -391,7 +391,7 @@ def _prepared(prepared: Prepared, iteration: int) -> Any:
     return prepared.run(iteration=iteration).arrays[0]
 
 
-def schedules(place: Place) -> Found:
+def schedules(place: CheckPlace) -> CheckResult:
     """All-reduce on these ranks, called once, again, and prepared; and simulate it."""
     world, cases = place.world, list(all_reduces(place.quick))
     if place.device == "gpu":
@@ -412,10 +412,10 @@ def schedules(place: Place) -> Found:
 
 
 def _judged(
-    place: Place, names: list[str], got: list[list[str]], wanted: dict[int, list[str]]
-) -> Found:
+    place: CheckPlace, names: list[str], got: list[list[str]], wanted: dict[int, list[str]]
+) -> CheckResult:
     """Compare the results of this rank with simulated ones, of all ranks. Collective."""
-    found, everything = Found(), dict[int, list[str]]()
+    found, everything = CheckResult(), dict[int, list[str]]()
     for part in place.world.gather(wanted, "verify"):
         everything |= part
     calls = ("first call", "second call", "prepared", "prepared, again")
@@ -431,9 +431,9 @@ def _moved(method: Collective, world: Any, x: Any, outs: Any, iteration: int) ->
     return method.run(world, [x], outs, iteration=iteration)[0]
 
 
-def collectives(place: Place) -> Found:
+def collectives(place: CheckPlace) -> CheckResult:
     """Scatter, gather, broadcast and the others on these ranks, and simulate them."""
-    found, world, n = Found(), place.world, 2 * TILE * place.world.ranks
+    found, world, n = CheckResult(), place.world, 2 * TILE * place.world.ranks
     wires = place.of(("raw", "e4m3"), WIRES)
     for (name, algorithms), wire in product(COLLECTIVES.items(), wires):
         xs: list[Any] = [contribution(rank, n) for rank in range(world.ranks)]
@@ -456,9 +456,9 @@ def collectives(place: Place) -> Found:
     return found
 
 
-def windows(place: Place) -> Found:
+def windows(place: CheckPlace) -> CheckResult:
     """Exchange and accumulate windows: the adjoint is exact, both agree with remainders."""
-    found, world = Found(), place.world
+    found, world = CheckResult(), place.world
     for boundary, trail in product(("zero", "wrap", "reflect", "symmetric", "edge"), ((), (3,))):
         spec = HaloSpec(
             shape=[5 * world.ranks, 11], procs=[world.ranks, 1], halo=[[2, 1], [1, 2]],
@@ -483,7 +483,7 @@ def windows(place: Place) -> Found:
     return found
 
 
-def _rounded_windows(place: Place) -> tuple[str, bool]:
+def _rounded_windows(place: CheckPlace) -> tuple[str, bool]:
     """Exchange float32 over a packed wire, on the device and on the CPU."""
     world = place.world
     shape = [6 * world.ranks, 50]
@@ -506,7 +506,7 @@ WAYS: dict[str, dict[str, Any]] = {  # aggregator of a training, and how its mea
 }
 
 
-def training(place: Place) -> Found:
+def training(place: CheckPlace) -> CheckResult:
     """Train a layer on whole numbers while no sum rounds, so that all devices have one result.
 
     The loss is half the sum of squares over the batch; targets and inputs are small integers, the
@@ -515,16 +515,16 @@ def training(place: Place) -> Found:
     """
     why = next(filter(None, place.world.gather(no_torch(), "verify")), "")
     if why:
-        return Found(not_run=why)
+        return CheckResult(not_run=why)
     import torch
 
     from ...ops.tensors import values_of
     from ...torch.reducer import GradientReducer
 
-    found, world, device = Found(), place.world, torch.device("cpu")
+    found, world, device = CheckResult(), place.world, torch.device("cpu")
     if place.device == "gpu":
         if not torch.cuda.is_available():
-            return Found(not_run=f"torch {torch.__version__} finds no GPU")
+            return CheckResult(not_run=f"torch {torch.__version__} finds no GPU")
         number = use_gpu(world, oversubscribe=place.oversubscribe)  # torch is loaded by now
         device = torch.device("cuda", number)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -145,7 +147,7 @@ def values(n: int, seed: int) -> Array:
     return x
 
 
-class Recorded(list[tuple[Any, ...]]):
+class NamedResults(list[tuple[Any, ...]]):
     """Results by name: arrays as bytes, and numbers; here: see Here."""
 
     def __init__(self, here: Here) -> None:
@@ -157,98 +159,145 @@ class Recorded(list[tuple[Any, ...]]):
         self.append((name, *bits))
 
 
-def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
-    """Return the results of passes over gradients by name: arrays as bytes, and numbers."""
-    x, kept, more = (there(values(n, seed)) for seed in range(3))
-    out, total = there(np.ones(n, np.float32)), there(np.ones(n, np.float32))
-    found = Recorded(here)
+@dataclass
+class Passes:
+    """The data of passes over float32[n], on the device of ops, and their results.
 
-    found.add("accumulate", ops.accumulate(x, kept, out), out)
-    found.add("factor", ops.accumulate(x, kept, out, factor=0.9), out)
-    bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
-    found.add("more", bits, out, total)
-    for k in (0, 1, n // 100, n // 3, n):
-        found.add("largest", k, *ops.accumulate_largest(x, kept, out, k), out)
-        options = {"factor": 0.5, "more": more, "total": total}
-        found.add("of more", k, *ops.accumulate_largest(x, kept, out, k, **options), out, total)
+    x, kept, more: input; out, total: written, and read again by later passes
+    ends: of runs of values, int64[runs]; each: a number for each run
+    """
+
+    ops: Any
+    n: int
+    there: There
+    here: Here
+
+    def __post_init__(self) -> None:
+        self.x, self.kept, self.more = (self.there(values(self.n, seed)) for seed in range(3))
+        self.out, self.total = (self.there(np.ones(self.n, np.float32)) for _ in range(2))
+        self.ends = np.unique(np.append(np.arange(1, self.n, 300), [self.n])).astype(np.int64)
+        self.each = np.abs(values(self.ends.size, 5)) + np.float32(0.5)
+        self.found = NamedResults(self.here)
+
+
+def of_passes(ops: Any, n: int, there: There, here: Here) -> NamedResults:
+    """Return the results of passes over gradients by name: arrays as bytes, and numbers."""
+    of = Passes(ops, n, there, here)
+    for take in (_accumulated, _in_bins, _of_runs, _of_signs, _of_codes, _of_places):
+        take(of)
+    return of.found
+
+
+def _accumulated(of: Passes) -> None:
+    """Add what was kept, whole or the largest values or those above a threshold."""
+    ops, x, kept, out, add = of.ops, of.x, of.kept, of.out, of.found.add
+    more = {"more": of.more, "total": of.total}
+    add("accumulate", ops.accumulate(x, kept, out), out)
+    add("factor", ops.accumulate(x, kept, out, factor=0.9), out)
+    add("more", ops.accumulate(x, kept, out, factor=0.9, **more), out, of.total)
+    for k in (0, 1, of.n // 100, of.n // 3, of.n):
+        add("largest", k, *ops.accumulate_largest(x, kept, out, k), out)
+        bits = ops.accumulate_largest(x, kept, out, k, factor=0.5, **more)
+        add("of more", k, *bits, out, of.total)
+    for threshold, less in product((0.0, 0.5, 1e30, np.inf), (0.0, 0.5)):
+        above = ops.accumulate_above(x, kept, out, threshold, less)
+        add("above", threshold, less, *above, out)
+
+
+def _in_bins(of: Passes) -> None:
+    """Find the leaders of bins and chunks, and means of their codes."""
+    ops, x, kept, out, total, add = of.ops, of.x, of.kept, of.out, of.total, of.found.add
     for bin_values in (1, 50, 500, 5000):
         highest, codes = ops.encode_bins(x, kept, out, 1.5, bin_values)
-        found.add("leaders", bin_values, out, highest, codes)
+        add("leaders", bin_values, out, highest, codes)
         given = [codes, codes[:0], codes], [0.3, 7.0, 1e-3]
-        for own, divisor in (([out], 2.0), ([out, more.copy()], 3.0), ([], 1.0)):
+        for own, divisor in (([out], 2.0), ([out, of.more.copy()], 3.0), ([], 1.0)):
             bits, counts = ops.mean_bins(bin_values, *given, total, divisor, own, 1)
-            found.add("mean of leaders", bin_values, divisor, bits, counts, total, *own)
-        found.add("chunks", ops.chunk_leaders(x, bin_values))
-        found.add("of sums", *ops.accumulate_chunks(x, kept, out, bin_values), out)
-    ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
-    each = np.abs(values(ends.size, 5)) + np.float32(0.5)
+            add("mean of leaders", bin_values, divisor, bits, counts, total, *own)
+        add("chunks", ops.chunk_leaders(x, bin_values))
+        add("of sums", *ops.accumulate_chunks(x, kept, out, bin_values), out)
+
+
+def _of_runs(of: Passes) -> None:
+    """Scale runs of values, and sum them."""
+    ops, x, out, ends, each, add = of.ops, of.x, of.out, of.ends, of.each, of.found.add
+    add("divide all", ops.divide_all(x, 3.0, out), out)
+    add("maxima", *ops.run_maxima(x, ends))
+    add("multiply", ops.multiply_runs(x, each, ends, out), out)
     limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
-    found.add("divide all", ops.divide_all(x, 3.0, out), out)
-    found.add("maxima", *ops.run_maxima(x, ends))
-    found.add("multiply", ops.multiply_runs(x, each, ends, out), out)
     ops.divide_runs(x, each, ends, out, limits=limits)
-    found.add("divide", out)
-    for rows in (row for row in (1, 3, 7) if n >= 3 * row):
-        shape = (rows, n // rows)
-        m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
-        signs, pairs, bits = ops.encode_signs(m, r, rest)
-        found.add("signs", signs, pairs, bits, rest)
-        found.add("without rest", *ops.encode_signs(m, r))
-        found.add("without memory", *ops.encode_signs(m, None, rest), rest)
-        found.add(
-            "mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0)
-        )
-        found.add("decoded", rest)
-        firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
-        firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
-        found.add("outer", ops.outer(firsts, seconds, rest), rest)
-        found.add("row sums", ops.row_sums(m))
-        rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
-        found.add("products", here(rows_of), here(columns_of))
+    add("divide", out)
     starts = np.concatenate([[0], ends[:-1]]) if ends[0] else np.zeros(1, np.int64)
-    for of in ("magnitude", "square"):
-        found.add("sums", of, ops.run_sums(x, starts, of))
-    found.add("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
+    for what in ("magnitude", "square"):
+        add("sums", what, ops.run_sums(x, starts, what))
+    add("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
+
+
+def _of_signs(of: Passes) -> None:
+    """Take the signs of matrices with the means of both, and products with vectors."""
+    ops, n, add = of.ops, of.n, of.found.add
+    for rows in (row for row in (1, 3, 7) if n >= 3 * row):
+        shape = rows, n // rows
+        m, r, rest = (a[: rows * shape[1]].reshape(shape) for a in (of.x, of.kept, of.out))
+        signs, pairs, bits = ops.encode_signs(m, r, rest)
+        add("signs", signs, pairs, bits, rest)
+        add("without rest", *ops.encode_signs(m, r))
+        add("without memory", *ops.encode_signs(m, None, rest), rest)
+        both = [signs] * 2, [pairs, pairs[::-1].copy()]
+        add("mean of signs", ops.decode_signs(*both, rest, 3.0))
+        add("decoded", rest)
+        firsts = of.there(values(2 * rows, 8)).reshape(2, rows)
+        seconds = of.there(values(2 * shape[1], 9)).reshape(2, shape[1])
+        add("outer", ops.outer(firsts, seconds, rest), rest)
+        add("row sums", ops.row_sums(m))
+        rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
+        add("products", of.here(rows_of), of.here(columns_of))
+
+
+def _of_codes(of: Passes) -> None:
+    """Encode runs of values as integers with a scale each, and take the mean of two ranks."""
+    ops, n, each, ends, add = of.ops, of.n, of.each, of.ends, of.found.add
+    cut = np.where(np.arange(ends.size) % 3, each, np.float32(9e9))
     for name in ("ternary", "int4", "int16"):
-        wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
-        shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
-        for key in ((1, 2), (3, 4)):
-            payload = there(np.zeros(wire.size_bytes(n), np.uint8))
-            cut = np.where(np.isinf(limits), np.float32(9e9), each)
-            ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
-            payloads.append(here(payload))
-        found.add("codes", *payloads)
+        wire = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary")
         fmt = wire.cast.fmt
-        both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
-        found.add("mean of codes", both, mean)
-    for threshold in (0.0, 0.5, 1e30, np.inf):
-        for less in (0.0, 0.5):
-            above = ops.accumulate_above(x, kept, out, threshold, less)
-            found.add("above", threshold, less, *above, out)
+        shift, payloads = SHIFT_BIAS + int(np.log2(fmt.smallest)), []
+        for key in ((1, 2), (3, 4)):
+            payload = of.there(np.zeros(wire.size_bytes(n), np.uint8))
+            how: dict[str, Any] = {"trits": wire.trits, "key": key}
+            ops.encode_runs(of.x, cut, ends, 0.9, wire.cast, shift, payload, **how)
+            payloads.append(of.here(payload))
+        add("codes", *payloads)
+        both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, of.out, trits=wire.trits)
+        add("mean of codes", both, of.out)
+
+
+def _of_places(of: Passes) -> None:
+    """Take, put and average values at marked or listed places."""
+    ops, n, there, out, add = of.ops, of.n, of.there, of.out, of.found.add
     for share in (0.0, 0.01, 0.5, 1.0):  # of places: none, few, many, all
         rng = np.random.default_rng(n)
         lie = [np.flatnonzero(rng.random(n) < share).astype(np.uint32) for _ in range(3)]
         many = [there(each) for each in lie]
         own = [there(values(each.size, 6 + i)) for i, each in enumerate(lie)]
         marks = there(cpu.pack_bitmap(lie[0], n))
-        most, own_values = ops.accumulate_taking(x, kept, out, marks)
-        found.add("taking", share, most, own_values, out)
-        ops.put_marked(total, marks, own_values)
-        found.add("put marked", share, total)
-        found.add("taken", share, ops.take(out, many[1]), out)
+        most, own_values = ops.accumulate_taking(of.x, of.kept, out, marks)
+        add("taking", share, most, own_values, out)
+        ops.put_marked(of.total, marks, own_values)
+        add("put marked", share, of.total)
+        add("taken", share, ops.take(out, many[1]), out)
         for some, divisor in ((3, 3.0), (3, 1.0), (3, 2.0), (1, 1.0), (0, 2.0)):
             bits = ops.mean_places(many[:some], own[:some], divisor, out)
-            found.add("mean of places", share, some, divisor, bits, out)
+            add("mean of places", share, some, divisor, bits, out)
     indices = there(np.arange(0, n, 3, dtype=np.uint32))
     ops.clear_all(out)
     ops.put(out, indices, there(values(indices.size, 4)))
-    found.add("put", out)
-    return found
+    add("put", out)
 
 
-def of_selection(ops: Any, x: Array, there: There, here: Here) -> Recorded:
+def of_selection(ops: Any, x: Array, there: There, here: Here) -> NamedResults:
     """Return the results for the largest of float32[n], for indices, and for streams of bits."""
-    n, found = x.size, Recorded(here)
+    n, found = x.size, NamedResults(here)
 
     given = there(x)
     for k in sorted({0, 1, n // 100, n // 3, n}):

@@ -12,7 +12,7 @@ from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
 from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
 from ..study_data import grouped
 from .base import Array, Ratio
-from .results import NOT_RUN, Results, Row, read
+from .results import NOT_RUN, CheckRow, Results, read
 
 SHOWN_ATTRIBUTES = ("date", "hosts", "processor", "cpu_clone", "mpi_library", "versions",
                     "kernel_threads", "git_commit", "slurm_job_id")  # fmt: skip
@@ -58,19 +58,19 @@ SPEED = (
 )
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: CheckRow) -> str:
     """Return the subject of a check, or its first errors: the page lists all of them."""
     more = [f"{len(row.said) - 2} more lines"] if len(row.said) > 2 else []
     return "; ".join([*row.said[:2], *more]) or row.what
 
 
-def _checks(rows: Sequence[Row]) -> Table:
+def _checks(rows: Sequence[CheckRow]) -> Table:
     columns = [
-        Column[Row]("check", lambda r: r.name, numbers=False),
-        Column[Row]("result", lambda r: r.status, numbers=False),
-        Column[Row]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
-        Column[Row]("time", lambda r: units.time(r.time_s)),
-        Column[Row]("what, or what is wrong", _outcome, numbers=False),
+        Column[CheckRow]("check", lambda r: r.name, numbers=False),
+        Column[CheckRow]("result", lambda r: r.status, numbers=False),
+        Column[CheckRow]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
+        Column[CheckRow]("time", lambda r: units.time(r.time_s)),
+        Column[CheckRow]("what, or what is wrong", _outcome, numbers=False),
     ]
     return tabulate("Checks", columns, rows)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import store
 from ..report import units
-from .base import Array, Found, Ratio
+from .base import Array, CheckResult, Ratio
 from .watch import Outcome
 
 KIND, SCHEMA = "verify", 1
@@ -21,7 +21,7 @@ MOST_SAID = 20  # lines about a check
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """The result of a check.
 
     status: RIGHT, WRONG (something differs), FAILED (it did not end), or NOT_RUN
@@ -87,7 +87,7 @@ class Results:
     title: str
     asked: int
     attributes: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     ratios: list[Ratio] = field(default_factory=list)
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Results:
     unwritten: str = field(default="", compare=False)
     _writing: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
-    def add(self, row: Row, found: Found | None) -> None:
+    def add(self, row: CheckRow, found: CheckResult | None) -> None:
         """Add a check, with the results of the first rank."""
         self.rows.append(row)
         if found is not None:
@@ -203,7 +203,7 @@ def read(path: Path) -> Results:
     results = Results(title, asked, notes, ended=str(notes["ended"]))
     for row in rows("checks"):
         said = row.pop("said")
-        results.rows.append(Row(**row, said=tuple(said.split("\n")) if said else ()))
+        results.rows.append(CheckRow(**row, said=tuple(said.split("\n")) if said else ()))
     results.facts = {row["name"]: row["value"] for row in rows("facts")}
     for row in rows("ratios"):
         for name in TIMES:

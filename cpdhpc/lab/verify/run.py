@@ -12,16 +12,15 @@ from ...store import StoreError
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
-from . import exact, speed, there
-from .base import DEVICES, GPU_LIMIT_S, LIMIT_S, QUICK_LIMIT_S, Check, Checks, Found, Place
-from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
+from . import base, exact, speed, there
+from .results import NOT_RUN, RIGHT, CheckRow, Results, joined, read_writer
 from .watch import GRACE_S, Guard, Watch
 
 # Speeds come before exactness, whose many casts of a GPU are not all compiled apart.
-CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
+CHECKS: base.Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
 
 
-class Asked(NamedTuple):
+class VerifyOptions(NamedTuple):
     """The user's options; device: "cpu", or "gpu" for the CPU and the GPU.
 
     limit_s: for each check in place of its own, or None; grace_s: see watch.GRACE_S
@@ -35,21 +34,21 @@ class Asked(NamedTuple):
     grace_s: float = GRACE_S
 
 
-def planned(checks: Checks, device: str) -> Iterator[tuple[str, Check, str]]:
+def planned(checks: base.Checks, device: str) -> Iterator[tuple[str, base.Check, str]]:
     """Yield the name, the row and the device of all checks, in order."""
     for name, check in checks.items():
         for each in check.devices:
             if each == "cpu" or each == device:
-                several = f"{name} on the {DEVICES[each]}"
+                several = f"{name} on the {base.DEVICES[each]}"
                 yield name if check.devices == ("cpu",) else several, check, each
 
 
 def verify(
     world: World,
-    asked: Asked,
+    asked: VerifyOptions,
     say: Callable[[str], None],
     finish: Callable[[Results], None],
-    checks: Checks = CHECKS,
+    checks: base.Checks = CHECKS,
 ) -> tuple[int, bool]:
     """Carry out all checks and write the file after each; return the exit status. Collective.
 
@@ -106,21 +105,23 @@ def _title(world: Ranks) -> str:
 
 def _carry_out(
     watch: Watch,
-    plan: list[tuple[str, Check, str]],
-    asked: Asked,
+    plan: list[tuple[str, base.Check, str]],
+    asked: VerifyOptions,
     results: Results,
     say: Callable[[str], None],
 ) -> None:
-    place = Place(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
+    place = base.CheckPlace(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
     trouble = ""  # of the GPU, which is not used after it
     for name, check, device in plan:
         if watch.first:
             results.write(asked.out, f"no message came any more in {name}")
-        limit_s = (QUICK_LIMIT_S if asked.quick else LIMIT_S) + GPU_LIMIT_S * (device == "gpu")
+        limit_s = (base.QUICK_LIMIT_S if asked.quick else base.LIMIT_S) + base.GPU_LIMIT_S * (
+            device == "gpu"
+        )
         limit_s = asked.limit_s or limit_s
-        run: Callable[[], Found] = partial(check.run, place)
+        run: Callable[[], base.CheckResult] = partial(check.run, place)
         if device == "gpu" and trouble:
-            run = partial(Found, not_run=trouble)
+            run = partial(base.CheckResult, not_run=trouble)
         place.device = device
         place.world.timeout_s = limit_s
         if device == "gpu" and not trouble:
@@ -133,7 +134,7 @@ def _carry_out(
         founds = [each.found for each in outcomes.values() if each.found is not None]
         time_s = max(each.time_s for each in outcomes.values())
         counted = sum(found.counted for found in founds)
-        row = Row(name, check.section, check.what, device, status, counted, time_s, said)
+        row = CheckRow(name, check.section, check.what, device, status, counted, time_s, said)
         results.add(row, founds[0] if founds else None)
         if watch.first:
             say(_line(row))
@@ -149,7 +150,7 @@ def _carry_out(
             place.world = world
 
 
-def _line(row: Row) -> str:
+def _line(row: CheckRow) -> str:
     shown = f"  {row.status:>7}  {row.name}"
     if row.status == NOT_RUN:
         return f"{shown}: {'; '.join(row.said)}"

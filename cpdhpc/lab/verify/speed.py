@@ -17,7 +17,7 @@ from ..kinds.codec_cases import format_of, operations
 from ..kinds.place import JobRanks
 from ..kinds.timing import interleave_ranks, measure, on_device
 from ..study_data import Factors
-from .base import Check, Found, Place, Ratio
+from .base import Check, CheckPlace, CheckResult, Ratio
 
 ANY = float("inf")
 SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
@@ -46,12 +46,12 @@ def expected(device: str, fmt: str) -> dict[str, float]:
     return CODEC[device]
 
 
-def codec(place: Place) -> Found:
+def codec(place: CheckPlace) -> CheckResult:
     """Time the codec beside a copy of the same data, all ranks at once.
 
     On a GPU the data is so large that a launch, about 10 us, takes little of a call.
     """
-    found, world = Found(), place.world
+    found, world = CheckResult(), place.world
     mib = place.of(8, 64) if place.device == "cpu" else 512
     n = mib * MIB // 4
     normal = np.random.default_rng(0).standard_normal(n, np.float32)
@@ -85,14 +85,14 @@ LIBRARIES = {
 }
 
 
-def beside(library: str, place: Place) -> Found:
+def beside(library: str, place: CheckPlace) -> CheckResult:
     """Time all-reduces beside those of a library, and beside a copy by all ranks."""
-    world, found = place.world, Found()
+    world, found = place.world, CheckResult()
     if world.ranks < 2:
-        return Found(not_run="there is one rank")
+        return CheckResult(not_run="there is one rank")
     why = missing(world, library)
     if why:
-        return Found(not_run=why)
+        return CheckResult(not_run=why)
     sizes = place.of((64 << 10, 4 * MIB), (64 << 10, MIB, 16 * MIB, 64 * MIB))
     with own_cores(world), group_of(world, [library]):
         for size_bytes in sizes:
@@ -112,7 +112,7 @@ def beside(library: str, place: Place) -> Found:
     return found
 
 
-def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[list[float]]:
+def _times(place: CheckPlace, cases: Sequence[Factors], repeats: int = 0) -> list[list[float]]:
     """Return the slowest rank's times of all cases, each checked before. Collective."""
     on_device: Factors = {"device": place.device} if place.device == "gpu" else {}
     asked = [{**case, **on_device} for case in cases]
@@ -121,11 +121,11 @@ def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[lis
     return [point.slowest_s(WARMUP).tolist() for point in points]
 
 
-def latency(place: Place) -> Found:
+def latency(place: CheckPlace) -> CheckResult:
     """Time small all-reduces that are prepared beside MPI's."""
     if place.world.ranks < 2:
-        return Found(not_run="there is one rank")
-    found, call = Found(), "prepared" if place.device == "cpu" else "graphs"
+        return CheckResult(not_run="there is one rank")
+    found, call = CheckResult(), "prepared" if place.device == "cpu" else "graphs"
     least = 0.5 if place.device == "cpu" else 0.2
     with own_cores(place.world):
         for size_bytes in place.of((64,), (64, 4096)):

@@ -14,19 +14,19 @@ from ...world.gpu_messages import gpu_aware, use_gpu
 from ..kinds.timing import PING_BYTES, line, message_times
 from ..provenance import gpu, gpu_rows, info_rows
 from ..study.site import ranges
-from .base import Check, Found, Place
+from .base import Check, CheckPlace, CheckResult
 
 
-def machine(place: Place) -> Found:
+def machine(place: CheckPlace) -> CheckResult:
     """Return the facts that info shows, without GPUs."""
-    return Found(facts=dict(info_rows(place.world)))
+    return CheckResult(facts=dict(info_rows(place.world)))
 
 
-def binding(place: Place) -> Found:
+def binding(place: CheckPlace) -> CheckResult:
     """Return the host and the cores of each rank."""
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone = place.world.gather(mine, "verify")
-    found = Found(counted=len(everyone))
+    found = CheckResult(counted=len(everyone))
     for rank, (host, cores) in enumerate(everyone):
         found.facts[f"rank {rank}"] = f"{host}, cores {ranges(cores)}"
     used = Counter((host, core) for host, cores in everyone for core in cores)
@@ -44,26 +44,26 @@ def binding(place: Place) -> Found:
     return found
 
 
-def gpus(place: Place) -> Found:
+def gpus(place: CheckPlace) -> CheckResult:
     """Take a GPU for each rank if the user wants GPUs; send GPU memory by MPI, if MPI takes it."""
     if place.asked == "cpu":
-        return Found(facts={"GPU": f"{gpu() or 'none'}; --device gpu checks it"})
+        return CheckResult(facts={"GPU": f"{gpu() or 'none'}; --device gpu checks it"})
     try:
         use_gpu(place.world, oversubscribe=place.oversubscribe)
     except UserError as error:
-        return Found(wrong=[str(error)])
+        return CheckResult(wrong=[str(error)])
     gpu_aware(place.world)
-    return Found(counted=1, facts={"GPU": gpu(), **dict(gpu_rows(place.world))})
+    return CheckResult(counted=1, facts={"GPU": gpu(), **dict(gpu_rows(place.world))})
 
 
 MOST_LINKED = 8  # ranks whose pairs are all measured
 
 
-def links(place: Place) -> Found:
+def links(place: CheckPlace) -> CheckResult:
     """Send messages there and back between pairs of ranks, one after the other."""
     world = place.world
     if world.ranks < 2:
-        return Found(not_run="there is one rank")
+        return CheckResult(not_run="there is one rank")
     several = range(min(world.ranks, MOST_LINKED))
     pairs = list(combinations(several, 2))
     pairs += [(0, other) for other in range(MOST_LINKED, world.ranks)][: 2 * MOST_LINKED]
@@ -73,7 +73,7 @@ def links(place: Place) -> Found:
             for pair in pairs
         ]
     )
-    found = Found(counted=times.size)
+    found = CheckResult(counted=times.size)
     name = "links" if place.device == "cpu" else "links of GPUs"
     found.arrays = {
         f"{name}: pairs": np.array(pairs),

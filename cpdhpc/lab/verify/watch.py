@@ -21,7 +21,7 @@ import numpy as np
 from ...world.mpi import World
 from ...world.ranks import is_agreed
 from ..signals import STOPPING
-from .base import Found
+from .base import CheckResult
 
 GRACE_S = 5.0  # after a limit, before the others continue without a rank
 LOOK_S = 0.1  # between two checks of the guard
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     on_gpu: whether the GPU failed
     """
 
-    found: Found | None
+    found: CheckResult | None
     error: str = ""
     time_s: float = 0.0
     left: bool = False
@@ -126,7 +126,7 @@ class Watch:
             comm = comm.Create_group(everyone.Incl(self.alive), self.number)
         return Watched(comm, self)
 
-    def carry_out(self, run: Callable[[], Found], limit_s: float) -> Outcome:
+    def carry_out(self, run: Callable[[], CheckResult], limit_s: float) -> Outcome:
         """Return the outcome of a check on this rank, within limit_s if Python runs."""
         self.number += 1
         self.limit_s, start_s = limit_s, time.monotonic()
