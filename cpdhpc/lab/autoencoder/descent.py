@@ -86,10 +86,9 @@ class Descent:
         self.parts = parts_of(layer.filters, views, boxes, batch)
         most = most_bytes(weight) // (2 * of.layer.maps * batch * weight.element_size())
         near = early_and_late(self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
-        self.pool_boxes = [[part for box in some for part in box.parts(most)] for some in near]
-        windows = self.responses.window, self.slopes.window
-        by = of.layer.sparsity / batch
-        self.pool_parts = [pools_of(of.layer, *windows, by, some) for some in self.pool_boxes]
+        small = [[part for box in some for part in box.parts(most)] for some in near]
+        given = of.layer, self.responses.window, self.slopes.window, of.layer.sparsity / batch
+        self.pool_parts = [pools_of(*given, some) for some in small]
 
     def objective(self, x: Tensor) -> tuple[Terms, Tensor]:
         """Return this rank's terms, and its pooled responses. Collective.
@@ -141,14 +140,12 @@ class Descent:
         again = self.fields.begin_accumulate(self.again.window, self.again.own)
         responses = self.pools.begin(self.responses.own, self.responses.window)
         sums = [x.new_zeros(())]
-        outs = [[pooled if pooled is None else pooled[box.slices((0, 0))] for box in some]
-                for some in self.pool_boxes]  # fmt: skip
-        for part, out in zip(self.pool_parts[0], outs[0], strict=True):
-            sums.append(part.pool(out))
+        for pools in self.pool_parts[0]:
+            sums.append(pools.pool(pooled))
             responses.progress()
         responses.finish()
-        for part, out in zip(self.pool_parts[1], outs[1], strict=True):
-            sums.append(part.pool(out))
+        for pools in self.pool_parts[1]:
+            sums.append(pools.pool(pooled))
             again.progress()
         return torch.stack(sums).sum(), again
 

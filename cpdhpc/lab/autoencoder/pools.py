@@ -21,14 +21,17 @@ Tensor = torch.Tensor
 class CompiledPools:
     """Some pools, with the loops of kernels/cpu_pools.h, on torch's number of threads."""
 
-    def __init__(self, layer: Layer, responses: Tensor, slopes: Tensor, by: float) -> None:
-        self.layer, self.by, self.like = layer, by, responses
+    def __init__(
+        self, layer: Layer, box: Box, responses: Tensor, slopes: Tensor, by: float
+    ) -> None:
+        self.layer, self.box, self.by, self.like = layer, box, by, responses
         self.responses, self.slopes = (array_of(each.flatten(2)) for each in (responses, slopes))
 
     def pool(self, pooled: Tensor | None) -> Tensor:
         """Return the sum of the pools; write them, or add to slopes; see TorchPools.pool."""
-        out = self.slopes if pooled is None else array_of(pooled.flatten(2))
-        layer, write = self.layer, pooled is not None
+        layer, write, out = self.layer, pooled is not None, self.slopes
+        if pooled is not None:
+            out = array_of(pooled[self.box.slices((0, 0))].flatten(2))
         shape = layer.pool, layer.pool_step, layer.epsilon, self.by, write
         total = _cpu.pool_responses(torch.get_num_threads(), *shape, self.responses, out)
         return self.like.new_full((), total)
@@ -41,9 +44,15 @@ class TorchPools:
     """
 
     def __init__(
-        self, layer: Layer, responses: Tensor, slopes: Tensor, by: float, memory: list[Tensor]
+        self,
+        layer: Layer,
+        box: Box,
+        responses: Tensor,
+        slopes: Tensor,
+        by: float,
+        memory: list[Tensor],
     ) -> None:
-        self.by, self.epsilon = by, layer.epsilon
+        self.box, self.by, self.epsilon = box, by, layer.epsilon
         rows, columns, *trail = responses.shape
         size, step = layer.pool, layer.pool_step
         down, along = (
@@ -61,6 +70,7 @@ class TorchPools:
     def pool(self, pooled: Tensor | None) -> Tensor:
         """Return the sum of the pools; write them, or add their part to slopes.
 
+        pooled: of all the pools of the rank, or None for slopes
         The sparsity term's slope with respect to a response is that response times the sum of
         sparsity / batch / pooled over its pools: here the latter.
         """
@@ -74,7 +84,7 @@ class TorchPools:
         pools.add_(self.epsilon).sqrt_()
         total = pools.sum()
         if pooled is not None:
-            pooled.copy_(pools)
+            pooled[self.box.slices((0, 0))] = pools
             return total
         pools.reciprocal_().mul_(self.by)
         sums.zero_()
@@ -106,11 +116,12 @@ def pools_of(
     by: what is divided by a pool for the slopes
     """
     views = [(responses[at], slopes[at]) for at in (cells_of(layer, box) for box in boxes)]
+    given = list(zip(boxes, views, strict=True))
     if passes.compiled(responses):
-        return [CompiledPools(layer, *each, by) for each in views]
+        return [CompiledPools(layer, box, *each, by) for box, each in given]
     most = max((each.numel() for each, _ in views), default=0)
     memory = [responses.new_empty(most) for _ in range(2)]
-    return [TorchPools(layer, *each, by, memory) for each in views]
+    return [TorchPools(layer, box, *each, by, memory) for box, each in given]
 
 
 def subtract(again: Tensor, x: Tensor, by: float) -> tuple[Tensor, Tensor]:
@@ -124,7 +135,7 @@ def subtract(again: Tensor, x: Tensor, by: float) -> tuple[Tensor, Tensor]:
         return x.new_full((), sums[0]), x.new_full((), sums[1])
     error, energy = x.new_zeros(()), x.new_zeros(())
     rows = max(1, most_bytes(x) // (x[:1].nbytes or 1))
-    for rest, own in zip(again.split(rows), x.split(rows), strict=True):
+    for rest, own in zip(torch.split(again, rows), torch.split(x, rows), strict=True):
         rest.sub_(own, alpha=by)
         error += rest.square().sum()
         energy += own.square().sum()
