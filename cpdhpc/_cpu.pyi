@@ -252,6 +252,18 @@ def descend_blocks(
     slopes: Any,
     /,
 ) -> None: ...
+def pool_responses(
+    threads: int,
+    size: int,
+    step: int,
+    epsilon: float,
+    by: float,
+    write: bool,
+    responses: Any,
+    out: Any,
+    /,
+) -> float: ...
+def subtract_cells(threads: int, by: float, x: Any, again: Any, /) -> tuple[float, float]: ...
 def matmul(
     threads: int,
     product: tuple[int, ...],

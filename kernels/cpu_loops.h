@@ -546,6 +546,7 @@ void copy(u8* out, const u8* x, i64 size) {
 
 #include "cpu_blocks.h"
 #include "cpu_integers.h"
+#include "cpu_pools.h"
 #include "cpu_products.h"
 #include "cpu_sparse.h"
 #include "cpu_steps.h"
@@ -599,4 +600,6 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 move_weights,
                                 {reconstruct_block<float>, reconstruct_block<double>},
                                 {add_field<float>, add_field<double>},
-                                {descend_block<float>, descend_block<double>}};
+                                {descend_block<float>, descend_block<double>},
+                                {pool_cells<float>, pool_cells<double>},
+                                {subtract_row<float>, subtract_row<double>}};

@@ -21,6 +21,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_ending_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
+#include "cpu_pools_calls.h"
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
 #include "cpu_steps_calls.h"
@@ -289,6 +290,8 @@ PyMethodDef methods[] = {
     {"matmul", matmul, METH_VARARGS, nullptr},
     {"reconstruct_blocks", reconstruct_blocks, METH_VARARGS, nullptr},
     {"descend_blocks", descend_blocks, METH_VARARGS, nullptr},
+    {"pool_responses", pool_responses, METH_VARARGS, nullptr},
+    {"subtract_cells", subtract_cells, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},

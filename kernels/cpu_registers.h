@@ -179,6 +179,19 @@ CPD_FN F square_root(F x) {
 #endif
 }
 
+CPD_FN D square_root(D x) {
+#if CPD_REGISTER == 64
+    return _mm512_maskz_sqrt_pd(0xff, x);
+#elif CPD_REGISTER == 32
+    return _mm256_sqrt_pd(x);
+#elif defined(CPD_X86)
+    return _mm_sqrt_pd(x);
+#else
+    for (int lane = 0; lane < CPD_GROUP / 2; ++lane) x[lane] = __builtin_sqrt(x[lane]);
+    return x;
+#endif
+}
+
 // The signs of all lanes, the first lane's the lowest bit.
 CPD_FN u32 signs(I v) {
 #if CPD_REGISTER == 64

@@ -8,6 +8,7 @@
 #include "blocks.h"
 #include "cast.h"
 #include "passes.h"
+#include "pools.h"
 #include "products_how.h"
 #include "steps.h"
 
@@ -108,6 +109,10 @@ struct Loops {
     void (*descend_block[2])(const BlockShape& of, const BlockStep& by, void* weight, void* moving,
                              const void* x, const void* again, const void* responses,
                              const void* slopes, void* room);
+    // Between them, for n values of each cell or for n cells of one row.
+    double (*pool_cells[2])(const PoolShape& of, const void* responses, void* out, i64 n,
+                            void* room);
+    void (*subtract_row[2])(double by, const void* x, void* again, i64 n, double* sums);
 };
 
 // Compilers other than gcc, other processors and sanitisers get only the portable loops.

@@ -1,4 +1,4 @@
-"""The compiled passes over blocks of filters, against formulas in float64."""
+"""The compiled passes over blocks of filters, and pools between, against formulas in float64."""
 
 from itertools import product
 from typing import Any
@@ -151,3 +151,130 @@ def test_arrays_that_do_not_fit_are_refused(name: str, change: Any, message: str
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=message):
         _cpu.descend_blocks(1, BY, *given.values())
+
+
+POOLS = [  # size, step, rows and columns of pools, values of a cell: tails of strips, and none
+    (3, 1, 5, 7, 320),
+    (2, 2, 3, 4, 64),
+    (1, 1, 1, 1, 1),
+    (3, 2, 2, 1, 65),
+    (2, 3, 1, 3, 31),
+    (4, 1, 2, 2, 147),
+    (3, 1, 2, 3, 0),
+]
+
+
+@every(
+    ("case", "dtype", "threads", "write"),
+    list(product(POOLS, (np.float32, np.float64), (1, 2), (False, True))),
+)
+def test_compiled_pools_follow_the_formulas(
+    clone: str, case: tuple[int, ...], dtype: type, threads: int, write: bool
+) -> None:
+    """Sums of squares have no cancellation: their relative error is a rounding for each term."""
+    size, step, rows, columns, n = case
+    unit, rng = float(np.finfo(dtype).eps) / 2, np.random.default_rng(case)
+    cells = (rows - 1) * step + size, (columns - 1) * step + size
+    r = rng.standard_normal((cells[0], cells[1] + 2, n + 1)).astype(dtype)[:, 2:, 1:]
+    shape = (rows, columns, n) if write else (*cells, n)
+    memory = rng.standard_normal((shape[0], shape[1] + 1, n + 3)).astype(dtype)
+    out, around, epsilon, by = memory[:, 1:, :n], memory.copy(), 0.01, 0.3
+    total = _cpu.pool_responses(threads, size, step, epsilon, by, write, r, out)
+
+    squares = r.astype(np.float64) ** 2
+    pools, sums = np.full((rows, columns, n), epsilon), np.zeros((*cells, n))
+    places = [(slice(i * step, i * step + size), slice(j * step, j * step + size))
+              for i in range(rows) for j in range(columns)]  # fmt: skip
+    for at, place in zip(np.ndindex(rows, columns), places, strict=True):
+        pools[at] = np.sqrt(epsilon + squares[place].sum((0, 1)))
+        sums[place] += by / pools[at]
+    # epsilon's rounding, one a term, half of them after the root; root, by, quotient.
+    relative = 1.01 * ((size**2 + 2) / 2 + 3) * unit
+    assert abs(total - pools.sum()) <= (relative + 1.01 * (columns + 16) * unit) * pools.sum()
+    before = around[:, 1:, :n].astype(np.float64)
+    want = pools if write else before + sums
+    terms = relative + 1.01 * (size**2 + size) * unit  # and those of the sum over its pools
+    bound = relative * pools if write else terms * (np.abs(before) + sums)
+    assert (np.abs(out - want) <= bound).all()
+    around[:, 1:, :n] = out
+    np.testing.assert_array_equal(memory, around)  # nothing beside is written
+
+
+@every(
+    ("shape", "dtype", "threads"),
+    list(product([(9, 3, 600), (1, 1, 1), (2, 5, 17), (0, 2, 3), (3, 0, 3)],
+                 (np.float32, np.float64), (1, 2))),
+)  # fmt: skip
+def test_compiled_differences_follow_the_formulas(
+    clone: str, shape: tuple[int, int, int], dtype: type, threads: int
+) -> None:
+    unit, rng = float(np.finfo(dtype).eps) / 2, np.random.default_rng(shape)
+    memory = rng.standard_normal((2, shape[0], shape[1] + 1, shape[2] + 2)).astype(dtype)
+    x, again = memory[..., 1:, 1:-1]
+    around, before, by = memory.copy(), again.astype(np.float64), 1.7
+    sums = _cpu.subtract_cells(threads, by, x, again)
+    given = x.astype(np.float64)
+    # The factor's rounding, the product's and the difference's.
+    assert (
+        np.abs(again - (before - by * given)) <= 3.1 * unit * (np.abs(before) + by * np.abs(given))
+    ).all()
+    for got, values in zip(sums, (again.astype(np.float64), given), strict=True):
+        want = (values**2).sum()
+        assert abs(got - want) <= 1.01 * (shape[2] + 2) * unit * want
+    around[1][:, 1:, 1:-1] = again
+    np.testing.assert_array_equal(memory, around)
+
+
+def test_pools_leave_the_bits_for_any_threads() -> None:
+    """Also of sums; a value that is not finite stays in its pools."""
+    found = []
+    for threads in (1, 2, 5):
+        rng = np.random.default_rng(1)
+        r, slopes = (rng.standard_normal((12, 9, 1000)).astype(np.float32) for _ in range(2))
+        total = _cpu.pool_responses(threads, 3, 1, 0.1, 0.3, False, r, slopes)
+        sums = _cpu.subtract_cells(threads, 0.7, r, slopes)
+        found.append((total, sums, slopes.tobytes()))
+    assert found[0] == found[1] == found[2]
+    r[5, 4, 7] = np.nan
+    pooled = np.zeros((10, 7, 1000), np.float32)
+    assert np.isnan(_cpu.pool_responses(1, 3, 1, 0.1, 0.3, True, r, pooled))
+    where = np.zeros(pooled.shape, bool)
+    where[3:6, 2:5, 7] = True
+    np.testing.assert_array_equal(np.isnan(pooled), where)
+
+
+@every(
+    ("change", "message"),
+    [
+        ({"size": 0}, "responses: are not those of pools of 0 by 1"),
+        ({"size": 6}, "responses: are not those"),
+        ({"step": 2}, "responses: are not those of pools of 2 by 2"),
+        ({"step": 0}, "responses: are not those"),
+        ({"responses": np.zeros((5, 4, 3), np.int32)}, "responses: must be floats with 3 axes"),
+        ({"responses": np.zeros((5, 4), np.float32)}, "responses: must be floats with 3 axes"),
+        ({"responses": np.zeros((5, 4, 3), np.float32)[..., ::-1]}, "responses: the strides"),
+        ({"out": np.zeros((5, 4, 3))}, "out: has another shape or dtype"),
+        ({"out": np.zeros((4, 3, 3), np.float32)}, "out: has another shape"),
+        ({"write": True}, "out: has another shape"),
+        ({"out": np.zeros((5, 4, 6), np.float32)[..., ::2]}, "out: the strides do not fit"),
+    ],
+)
+def test_pools_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    given = {"size": 2, "step": 1, "epsilon": 0.1, "by": 1.0, "write": False}
+    given |= {name: np.zeros((5, 4, 3), np.float32) for name in ("responses", "out")} | change
+    with pytest.raises(ValueError, match=message):
+        _cpu.pool_responses(1, *given.values())
+
+
+@every(
+    ("x", "again", "message"),
+    [
+        (np.zeros((2, 3)), np.zeros((2, 3)), "x: must be floats with 3 axes"),
+        (np.zeros((2, 3, 4)), np.zeros((2, 3, 4), np.float32), "again: has another shape or dtype"),
+        (np.zeros((2, 3, 4)), np.zeros((2, 3, 5)), "again: has another shape"),
+        (np.zeros((2, 3, 4))[..., ::-1], np.zeros((2, 3, 4)), "x: the strides do not fit"),
+    ],
+)
+def test_cells_that_do_not_fit_are_refused(x: Array, again: Array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _cpu.subtract_cells(1, 0.5, x, again)

@@ -42,7 +42,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib", "bokeh")
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
-    "lab/autoencoder/passes": "what a block needs, compiled or by torch, without messages",
+    "lab/autoencoder/pools": "what pools need, compiled or by torch, without messages",
     "torch/backend/registration": "torch calls it as it is imported: it loads nothing else",
     "torch/backend/start": "how groups are made, not what they do; a login node registers it alone",
     "torch/backend/wires": "it loads all-reduces, which a program without wires does not need",

@@ -8,7 +8,6 @@ no array of gradients. Messages travel during the products of blocks that do not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,9 @@ from ...darray.layout import Box, whole
 from ...darray.plan import WindowPlan
 from .blocks import most_bytes
 from .layer import MacroLayer, TimedHandle
+from .memory import in_large_pages
 from .passes import COLUMNS, Views, order_of, parts_of
+from .pools import pools_of, subtract
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
@@ -46,7 +47,7 @@ class Windowed:
         self, plan: WindowPlan, trail: Pair, like: Tensor, order: Sequence[int] = COLUMNS
     ) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
-            return like.new_empty([shape[axis] for axis in order]).permute(
+            return in_large_pages(like.new_empty([shape[axis] for axis in order])).permute(
                 [order.index(axis) for axis in range(len(order))]
             )
 
@@ -76,20 +77,18 @@ class Descent:
         cells, responses, order = (of.channels, batch), (of.layer.maps, batch), order_of(weight)
         self.x, self.again = (Windowed(self.fields, cells, weight, order) for _ in range(2))
         self.responses, self.slopes = (Windowed(self.pools, responses, weight) for _ in range(2))
-        windows = Views(
+        views = Views(
             *(weight, layer.momentum, self.x.window, self.again.window),
             *(self.responses.own, self.slopes.own),
         )
         counts, size, step = layer.own_blocks, of.layer.field, of.layer.step
         boxes = early_and_late(self.fields, counts, size, step)
-        self.parts = parts_of(layer.filters, windows, boxes, batch)
+        self.parts = parts_of(layer.filters, views, boxes, batch)
         most = most_bytes(weight) // (2 * of.layer.maps * batch * weight.element_size())
         near = early_and_late(self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
-        self.pool_parts = [[part for box in some for part in box.parts(most)] for some in near]
-        shapes = [self._of_pools(box) for some in self.pool_parts for box in some]
-        self.pool_scratch = [
-            weight.new_empty(max(map(prod, some), default=0)) for some in zip(*shapes, strict=True)
-        ]
+        small = [[part for box in some for part in box.parts(most)] for some in near]
+        given = of.layer, self.responses.window, self.slopes.window, of.layer.sparsity / batch
+        self.pool_parts = [pools_of(*given, some) for some in small]
 
     def objective(self, x: Tensor) -> tuple[Terms, Tensor]:
         """Return this rank's terms, and its pooled responses. Collective.
@@ -141,65 +140,19 @@ class Descent:
         again = self.fields.begin_accumulate(self.again.window, self.again.own)
         responses = self.pools.begin(self.responses.own, self.responses.window)
         sums = [x.new_zeros(())]
-        for box in self.pool_parts[0]:
-            sums.append(self._pool(box, pooled))
+        for pools in self.pool_parts[0]:
+            sums.append(pools.pool(pooled))
             responses.progress()
         responses.finish()
-        for box in self.pool_parts[1]:
-            sums.append(self._pool(box, pooled))
+        for pools in self.pool_parts[1]:
+            sums.append(pools.pool(pooled))
             again.progress()
         return torch.stack(sums).sum(), again
-
-    def _of_pools(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of some pools' sums along the first axis, and of the pools."""
-        layer, (rows, columns) = self.layer.geometry.layer, box.shape
-        trail = layer.maps, self.batch
-        return (rows, (columns - 1) * layer.pool_step + layer.pool, *trail), (rows, columns, *trail)
-
-    def _pool(self, box: Box, pooled: Tensor | None) -> Tensor:
-        """Return the sum of some pools; write them, or add their part to slopes.
-
-        The sparsity term's slope with respect to a response is that response times the sum of
-        sparsity / batch / pooled over its pools: here the latter.
-        """
-        layer, (rows, columns) = self.layer.geometry.layer, box.shape
-        size, step = layer.pool, layer.pool_step
-        top, left = (first * step for first in box.start)
-        across = slice(left, left + (columns - 1) * step + size)
-        down = [(slice(k, k + (rows - 1) * step + 1, step), across) for k in range(top, top + size)]
-        along = [slice(k, k + (columns - 1) * step + 1, step) for k in range(size)]
-        sums, here = (
-            memory[: prod(shape)].view(shape)
-            for memory, shape in zip(self.pool_scratch, self._of_pools(box), strict=True)
-        )
-        torch.square(self.responses.window[down[0]], out=sums)
-        for each in down[1:]:
-            sums.addcmul_(self.responses.window[each], self.responses.window[each])
-        here.copy_(sums[:, along[0]])
-        for some in along[1:]:
-            here.add_(sums[:, some])
-        here.add_(layer.epsilon).sqrt_()
-        total = here.sum()
-        if pooled is not None:
-            pooled[box.slices((0, 0))] = here
-            return total
-        here.reciprocal_().mul_(layer.sparsity / self.batch)
-        sums.zero_()
-        for some in along:
-            sums[:, some].add_(here)
-        for each in down:
-            self.slopes.window[each].add_(sums)
-        return total
 
     def _terms(self, sparsity: Tensor) -> Terms:
         """Return the terms; x / scale is subtracted from the overlaid reconstruction."""
         of = self.layer.geometry
-        error, energy = sparsity.new_zeros(()), sparsity.new_zeros(())
-        rows = max(1, most_bytes(sparsity) // (self.x.own[:1].nbytes or 1))
-        for again, given in zip(self.again.own.split(rows), self.x.own.split(rows), strict=True):
-            again.sub_(given, alpha=1 / of.scale)
-            error += again.square().sum()
-            energy += given.square().sum()
+        error, energy = subtract(self.again.own, self.x.own, 1 / of.scale)
         error, sparsity = error * (of.scale**2 / self.batch), sparsity / self.batch
         loss = error + of.layer.sparsity * sparsity
         return Terms(loss, error, sparsity, energy / self.batch)

@@ -26,6 +26,7 @@ from ...torch.autograd import exchange
 from ...world.ranks import Ranks
 from .blocks import Filters, respond
 from .job import Geometry
+from .memory import in_large_pages
 
 
 @dataclass
@@ -150,10 +151,13 @@ class MacroLayer:
             "pools": plan("pools", self.blocks, receptive(pool, layer.pool, layer.pool_step)),
             "contrast": plan("contrast", self.pools, near, "symmetric"),
         }
-        first = _random_rows(geometry, block, seed, number)
-        self.weight = first.to(device, dtype)
+        shape = block.size, layer.maps, geometry.inputs
+        self.weight, self.momentum = (
+            in_large_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in range(2)
+        )
+        _draw(self.weight, block, seed, number)
         self.weight.div_(self.weight.norm(dim=2, keepdim=True))
-        self.momentum = torch.zeros_like(self.weight)
+        self.momentum.zero_()
         self.filters = Filters(geometry, self.own_blocks, self.weight)
 
     def over_blocks(self, values: Tensor) -> DistArray:
@@ -207,15 +211,11 @@ def _gaussian(size: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _random_rows(geometry: Geometry, block: Box, seed: int, number: int) -> Tensor:
-    """Return normal float64[blocks, maps, inputs]; each block has a stream of its own."""
+def _draw(weight: Tensor, block: Box, seed: int, number: int) -> None:
+    """Fill [blocks, maps, inputs] with normal numbers; each block has a stream of its own."""
     (top, left), (bottom, right) = block.start, block.stop
-    shape = geometry.layer.maps, geometry.inputs
     path = [seed, _WEIGHTS, number]
-    drawn = [
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([*path, i, j])))
-        .standard_normal(shape)
-        for i in range(top, bottom)
-        for j in range(left, right)
-    ]  # fmt: skip
-    return torch.from_numpy(np.stack(drawn) if drawn else np.empty((0, *shape)))
+    places = ((i, j) for i in range(top, bottom) for j in range(left, right))
+    for of_block, place in zip(weight, places, strict=True):
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*path, *place])))
+        of_block.copy_(torch.from_numpy(rng.standard_normal(tuple(of_block.shape))))
