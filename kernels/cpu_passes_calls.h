@@ -2,6 +2,7 @@
 
 namespace {
 
+const i64 LINE = 16;        // float32 in a cache line
 const i64 STEP = CPD_TILE;  // values that one loop passes on to the next: writing more at once past
                             // the caches would take longer, as meanwhile nothing is read
 
@@ -18,9 +19,9 @@ bool as_long(const Buffer& x, const Buffer& other, const char* name) {
 // The target of a loop: an array; or, if it is larger than a core's cache, a buffer whose values
 // are then stored past the caches: whole lines that are overwritten need not be read.
 struct Written {
-    static const i64 LARGE = 1 << 19, ROOM = 4 * STEP, LINE_BYTES = 64;
+    static const i64 LARGE = 1 << 19, ROOM = 4 * STEP, LINE_BYTES = LINE * sizeof(float);
     const bool streams;
-    alignas(LINE_BYTES) float own[ROOM + LINE_BYTES / sizeof(float)];
+    alignas(LINE_BYTES) float own[ROOM + LINE];
     explicit Written(i64 n) : streams(n >= LARGE) {}
     ~Written() {
         if (streams) end_stream();
@@ -584,6 +585,9 @@ PyObject* mean_bins(PyObject*, PyObject* args) {
                 const i64 stop = n - i < step ? n : i + step;
                 float* sum = values.at(out.at<float>(i));
                 memset(sum, 0, (size_t)(stop - i) * sizeof(float));
+                for (const Reader& each : readers)  // most lines have a value that is sent
+                    for (i64 k = stop; each.rest && k < stop + step; k += LINE)
+                        __builtin_prefetch(each.rest + k, 1);
                 for (Reader& each : readers)
                     sound &= how.bytes() == 1 ? add_codes<u8>(how, each, i, stop, n, sum)
                                               : add_codes<uint16_t>(how, each, i, stop, n, sum);

@@ -143,20 +143,15 @@ PyObject* merge_places(PyObject*, PyObject* args) {
         Unlocked unlocked;
         i64 most = 0, count = 0;
         for (size_t s = 0; s < sources.places.all.size(); ++s) most += sources.count(s);
-        places.resize((size_t)std::min(most, (i64)n) + 1), values.resize(places.size());
+        places.resize((size_t)(std::min(most, (i64)n) + LINE)), values.resize(places.size());
         PartialSums sums(sources, 0);
-        float sum[STEP] = {};
+        const i64 few = 256;  // most of them have a place, and a search of them takes little time
         for (i64 at = sums.place(); at < n; at = sums.place()) {
-            const i64 first = at / STEP * STEP;
-            u64 marks[STEP / 64] = {};
-            sums.add(first, STEP, sum);
-            sums.each([&](i64 place) { marks[(place - first) / 64] |= (u64)1 << place % 64; });
-            for (i64 w = 0; w < STEP / 64; ++w)
-                for (u64 bits = marks[w]; bits; bits &= bits - 1) {
-                    const i64 k = 64 * w + __builtin_ctzll(bits);
-                    places[(size_t)count] = (u32)(first + k), values[(size_t)count] = sum[k];
-                    count += sum[k] != 0, sum[k] = 0;
-                }
+            const i64 first = at / few * few;
+            float sum[few] = {};
+            sums.add(first, few, sum);
+            count += loops->collect_tile(0, sum, few, (u32)first, &places[(size_t)count],
+                                         &values[(size_t)count]);
         }
         places.resize((size_t)count), values.resize((size_t)count);
     } catch (const std::bad_alloc&) {
