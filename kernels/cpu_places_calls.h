@@ -298,21 +298,20 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         memset(words.view.buf, 0, (size_t)words.view.len);
         u32* const marks = words.at<u32>(0);
         const u64 each = (u64)n, inverse = each ? ~(u64)0 / each : 0;
-        u64 some[16], places[512];  // so that marks need not wait for the numbers
-        for (i64 left = count, i = 0; left > 0;) {
-            const i64 m = std::min(left, (i64)512);
-            for (i64 k = 0; k < m; ++k, ++i) {
-                if (i % 16 == 0)
-                    for (i64 four = 0; four < 4; ++four)
-                        stream.draw((u64)(i / 4 + four + 1), some + 4 * four);
-                u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
-                for (int r = 0; r < 2; ++r) place -= each & (0 - (u64)(place >= each));
-                places[k] = place;
+        u64 places[512], counter = 0;  // so that marks need not wait for the numbers
+        for (i64 left = count; left > 0;) {
+            const i64 m = std::min((left + 3) / 4 * 4, (i64)512);
+            for (i64 k = 0; k < m; k += 4) {
+                stream.draw(++counter, places + k);
+                for (u64* place = places + k; place < places + k + 4; ++place) {
+                    *place -= (u64)((Wide)*place * inverse >> 64) * each;  // or the quotient - 1
+                    *place -= each & (0 - (u64)(*place >= each));
+                }
             }
-            for (i64 k = 0; k < m; ++k) {
-                const u32 bit = 1u << places[k] % 32, before = marks[places[k] / 32];
-                marks[places[k] / 32] = before | bit;
-                left -= !(before & bit);
+            for (i64 k = 0; k < m && left > 0; ++k) {
+                u32& word = marks[places[k] / 32];
+                const int bit = (int)(places[k] % 32);
+                left -= 1 ^ (word >> bit & 1), word |= 1u << bit;
             }
         }
     }

@@ -60,7 +60,8 @@ def held_by(of_modules: Sequence[dict[str, Any]]) -> list[object]:
 
     of_modules: their dicts. Called in each step, and so without a loop of the interpreter.
     """
-    return [*chain.from_iterable(map(VALUES, chain.from_iterable(map(HELD, of_modules))))]
+    filled = filter(None, chain.from_iterable(map(HELD, of_modules)))
+    return [*chain.from_iterable(map(VALUES, filled))]
 
 
 def newest(states: Tensors) -> torch.Tensor:
