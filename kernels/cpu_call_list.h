@@ -220,26 +220,6 @@ struct CallList : Held {
 
 CallList* recording_list() { return static_cast<CallList*>(recording); }
 
-// memcpy that bypasses the caches: overwritten lines are not read. Others may be notified only
-// after end_stream.
-void stream_on(u8* out, const u8* x, i64 size) {
-#ifdef __SSE2__
-    const i64 head = (i64)(-(uintptr_t)out % 64);
-    if (size >= head + 64) {
-        memcpy(out, x, (size_t)head);
-        out += head, x += head, size -= head;
-        for (; size >= 64; out += 64, x += 64, size -= 64) {
-            __m128i lines[4];
-            memcpy(lines, x, 64);
-            for (int i = 0; i < 4; ++i) _mm_stream_si128((__m128i*)out + i, lines[i]);
-        }
-    }
-    memcpy(out, x, (size_t)size);
-#else
-    loops->copy(out, x, size);
-#endif
-}
-
 void end_stream() {
 #ifdef __SSE2__
     _mm_sfence();
@@ -247,7 +227,7 @@ void end_stream() {
 }
 
 void stream(u8* out, const u8* x, i64 size) {
-    stream_on(out, x, size);
+    loops->stream_on(out, x, size);
     end_stream();
 }
 

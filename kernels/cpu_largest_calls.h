@@ -8,7 +8,6 @@ namespace {
 // The result is exact for any sample: if fewer than k values exceed the magnitude, all values but
 // zeros are collected.
 const i64 SAMPLED = 4096;  // the sample has one line of each block of so many values
-const i64 LINE = 16;       // float32 in a cache line
 const i64 FEW = 8192;      // all of fewer values are collected
 const double SPARE = 6;    // standard deviations by which a sample may be wrong
 const i64 SOON_LINES = 8;  // of the sample, which are prefetched

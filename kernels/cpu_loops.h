@@ -542,6 +542,17 @@ void copy(u8* out, const u8* x, i64 size) {
     memcpy(out, x, (size_t)size);
 }
 
+void stream_on(u8* out, const u8* x, i64 size) {
+    const i64 line = 64, head = (i64)(-(uintptr_t)out % line);
+    if (head < size) {
+        memcpy(out, x, (size_t)head);
+        out += head, x += head, size -= head;
+        for (; size >= line; out += line, x += line, size -= line)
+            for (i64 i = 0; i < line; i += CPD_REGISTER) store_past_caches(out + i, x + i);
+    }
+    memcpy(out, x, (size_t)size);
+}
+
 }  // namespace
 
 #include "cpu_blocks.h"
@@ -592,6 +603,7 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 column_products,
                                 outer_row,
                                 copy,
+                                stream_on,
                                 matmul,
                                 square_sums,
                                 momentum_step,

@@ -2,8 +2,9 @@
 
 namespace {
 
-const i64 STEP =
-    4 * CPD_TILE;  // values that stay in a core's first cache from one loop to the next
+const i64 LINE = 16;        // float32 in a cache line
+const i64 STEP = CPD_TILE;  // values that one loop passes on to the next: writing more at once past
+                            // the caches would take longer, as meanwhile nothing is read
 
 void raise_to(std::atomic<u32>& most, u32 found) {
     u32 before = most;
@@ -18,16 +19,19 @@ bool as_long(const Buffer& x, const Buffer& other, const char* name) {
 // The target of a loop: an array; or, if it is larger than a core's cache, a buffer whose values
 // are then stored past the caches: whole lines that are overwritten need not be read.
 struct Written {
-    static const i64 LARGE = 1 << 19;
+    static const i64 LARGE = 1 << 19, ROOM = 4 * STEP, LINE_BYTES = LINE * sizeof(float);
     const bool streams;
-    float own[STEP];
+    alignas(LINE_BYTES) float own[ROOM + LINE];
     explicit Written(i64 n) : streams(n >= LARGE) {}
     ~Written() {
         if (streams) end_stream();
     }
-    float* at(float* out) { return streams ? own : out; }
+    // Room for ROOM values, which lie in a line as those of out do.
+    float* at(float* out) {
+        return streams ? own + (uintptr_t)out % LINE_BYTES / sizeof(float) : out;
+    }
     void done(float* out, i64 n) {
-        if (streams) stream_on((u8*)out, (const u8*)own, n * (i64)sizeof(float));
+        if (streams) loops->stream_on((u8*)out, (const u8*)at(out), n * (i64)sizeof(float));
     }
 };
 
@@ -251,9 +255,9 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
         return PyErr_NoMemory();
     }
     u32 most = 0;
-    const bool streams = floats_in(x) >= Written::LARGE;
     {
         Unlocked unlocked;
+        Written rests(rest.view.buf ? floats_in(x) : 0);
         for (i64 i = 0; i < rows; ++i) {
             const i64 first = i * columns;
             const float* sums = kept.view.buf ? row.data() : x.at<float>(first);
@@ -269,13 +273,14 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
                         above = (float)(sum.above / (double)(count ? count : 1));
             *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
             if (!rest.view.buf) continue;
-            float* to = streams ? row.data() : rest.at<float>(first);
-            const float* ahead = (kept.view.buf ? kept : x).at<float>(first + columns);
-            loops->take_signs(sums, below, above, columns, to, ahead);
-            if (streams)
-                stream_on((u8*)rest.at<float>(first), (const u8*)to, columns * (i64)sizeof(float));
+            const Buffer& soon = kept.view.buf ? kept : x;
+            for (i64 j = first; j < first + columns; j += STEP) {
+                const i64 left = first + columns - j, m = left < STEP ? left : STEP;
+                loops->take_signs(sums + (j - first), below, above, m, rests.at(rest.at<float>(j)),
+                                  soon.at<float>(j + columns));
+                rests.done(rest.at<float>(j), m);
+            }
         }
-        if (streams) end_stream();
     }
     return PyLong_FromUnsignedLong(most);
 }
@@ -448,7 +453,7 @@ void encode_leaders(const Buffer& x, const Buffer& kept, float more, const BinCo
                     const Buffer& sum, const Buffer& highest, std::vector<Code>& codes) {
     const i64 n = floats_in(x), bin = how.bin, step = step_of(bin);
     std::vector<Code> own((size_t)(bin + GROUP_VALUES));
-    Written values(bin < STEP ? n : 0);
+    Written values(bin <= Written::ROOM ? n : 0);
     i64 empty = 0;
     for (i64 i = 0; i < n; i += step) {
         const i64 end = n - i < step ? n : i + step;
@@ -575,11 +580,14 @@ PyObject* mean_bins(PyObject*, PyObject* args) {
                 sound &= size % how.bytes() == 0;
                 readers.push_back({codes.at<u8>(rank, 0), end, 0, 0, {scale, -scale}, rest, 0});
             }
-            Written values(bin < STEP ? n : 0);
+            Written values(bin <= Written::ROOM ? n : 0);
             for (i64 i = 0; i < n && sound; i += step) {
                 const i64 stop = n - i < step ? n : i + step;
                 float* sum = values.at(out.at<float>(i));
                 memset(sum, 0, (size_t)(stop - i) * sizeof(float));
+                for (const Reader& each : readers)  // most lines have a value that is sent
+                    for (i64 k = stop; each.rest && k < stop + step; k += LINE)
+                        __builtin_prefetch(each.rest + k, 1);
                 for (Reader& each : readers)
                     sound &= how.bytes() == 1 ? add_codes<u8>(how, each, i, stop, n, sum)
                                               : add_codes<uint16_t>(how, each, i, stop, n, sum);
@@ -666,8 +674,8 @@ PyObject* accumulate_chunks(PyObject*, PyObject* args) {
     u32 most = 0;
     {
         Unlocked unlocked;
-        const i64 step = chunk < STEP ? STEP / chunk * chunk : chunk;
-        Written sums(chunk < STEP ? n : 0);
+        const i64 step = step_of(chunk);
+        Written sums(chunk <= Written::ROOM ? n : 0);
         i64* place = places.at<i64>(0);
         for (i64 i = 0; i < n; i += step) {
             const i64 m = n - i < step ? n - i : step;
@@ -738,7 +746,7 @@ PyObject* outer(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        Written row(is.columns <= STEP ? floats_in(out) : 0);
+        Written row(is.columns <= Written::ROOM ? floats_in(out) : 0);
         for (i64 i = 0; i < is.n; ++i) {
             float* to = out.at<float>(i * is.columns);
             const u32 found = loops->outer_row(firsts.at<float>(i), is.n, seconds.at<float>(0),
@@ -843,7 +851,8 @@ PyObject* mean_runs(PyObject*, PyObject* args) {
             float* to = streams ? own : out.at<float>(i);
             const u32 found = loops->scale(true, own, divisor, __builtin_inff(), m, to);
             largest = largest < found ? found : largest;
-            if (streams) stream_on((u8*)out.at<float>(i), (const u8*)own, m * (i64)sizeof(float));
+            if (streams)
+                loops->stream_on((u8*)out.at<float>(i), (const u8*)own, m * (i64)sizeof(float));
         }
         if (streams) end_stream();
         raise_to(most, largest);

@@ -143,20 +143,15 @@ PyObject* merge_places(PyObject*, PyObject* args) {
         Unlocked unlocked;
         i64 most = 0, count = 0;
         for (size_t s = 0; s < sources.places.all.size(); ++s) most += sources.count(s);
-        places.resize((size_t)std::min(most, (i64)n) + 1), values.resize(places.size());
+        places.resize((size_t)(std::min(most, (i64)n) + LINE)), values.resize(places.size());
         PartialSums sums(sources, 0);
-        float sum[STEP] = {};
+        const i64 few = 256;  // most of them have a place, and a search of them takes little time
         for (i64 at = sums.place(); at < n; at = sums.place()) {
-            const i64 first = at / STEP * STEP;
-            u64 marks[STEP / 64] = {};
-            sums.add(first, STEP, sum);
-            sums.each([&](i64 place) { marks[(place - first) / 64] |= (u64)1 << place % 64; });
-            for (i64 w = 0; w < STEP / 64; ++w)
-                for (u64 bits = marks[w]; bits; bits &= bits - 1) {
-                    const i64 k = 64 * w + __builtin_ctzll(bits);
-                    places[(size_t)count] = (u32)(first + k), values[(size_t)count] = sum[k];
-                    count += sum[k] != 0, sum[k] = 0;
-                }
+            const i64 first = at / few * few;
+            float sum[few] = {};
+            sums.add(first, few, sum);
+            count += loops->collect_tile(0, sum, few, (u32)first, &places[(size_t)count],
+                                         &values[(size_t)count]);
         }
         places.resize((size_t)count), values.resize((size_t)count);
     } catch (const std::bad_alloc&) {
@@ -303,21 +298,20 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         memset(words.view.buf, 0, (size_t)words.view.len);
         u32* const marks = words.at<u32>(0);
         const u64 each = (u64)n, inverse = each ? ~(u64)0 / each : 0;
-        u64 some[16], places[512];  // so that marks need not wait for the numbers
-        for (i64 left = count, i = 0; left > 0;) {
-            const i64 m = std::min(left, (i64)512);
-            for (i64 k = 0; k < m; ++k, ++i) {
-                if (i % 16 == 0)
-                    for (i64 four = 0; four < 4; ++four)
-                        stream.draw((u64)(i / 4 + four + 1), some + 4 * four);
-                u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
-                for (int r = 0; r < 2; ++r) place -= each & (0 - (u64)(place >= each));
-                places[k] = place;
+        u64 places[512], counter = 0;  // so that marks need not wait for the numbers
+        for (i64 left = count; left > 0;) {
+            const i64 m = std::min((left + 3) / 4 * 4, (i64)512);
+            for (i64 k = 0; k < m; k += 4) {
+                stream.draw(++counter, places + k);
+                for (u64* place = places + k; place < places + k + 4; ++place) {
+                    *place -= (u64)((Wide)*place * inverse >> 64) * each;  // or the quotient - 1
+                    *place -= each & (0 - (u64)(*place >= each));
+                }
             }
-            for (i64 k = 0; k < m; ++k) {
-                const u32 bit = 1u << places[k] % 32, before = marks[places[k] / 32];
-                marks[places[k] / 32] = before | bit;
-                left -= !(before & bit);
+            for (i64 k = 0; k < m && left > 0; ++k) {
+                u32& word = marks[places[k] / 32];
+                const int bit = (int)(places[k] % 32);
+                left -= 1 ^ (word >> bit & 1), word |= 1u << bit;
             }
         }
     }

@@ -111,6 +111,18 @@ CPD_FN i64 store_lanes(u32 mask, U values, uint16_t* out) {
     return __builtin_popcount(mask);
 }
 #endif
+// Copies a register's bytes; out, at a multiple of them, is not read into the caches.
+CPD_FN void store_past_caches(u8* out, const u8* x) {
+#if CPD_REGISTER == 64
+    _mm512_stream_si512((__m512i*)out, _mm512_loadu_si512(x));
+#elif CPD_REGISTER == 32
+    _mm256_stream_si256((__m256i*)out, _mm256_loadu_si256((const __m256i*)x));
+#elif defined(CPD_X86)
+    _mm_stream_si128((__m128i*)out, _mm_loadu_si128((const __m128i*)x));
+#else
+    memcpy(out, x, CPD_REGISTER);
+#endif
+}
 CPD_FN void store(float* x, i64 i, i64, F value) { memcpy(x + i, &value, sizeof value); }
 CPD_FN U load(const u32* x, i64 i, i64) {
     U value;

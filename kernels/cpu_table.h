@@ -86,6 +86,9 @@ struct Loops {
     // memcpy without the processor's string instructions, which take 10 times as long on an AMD
     // Zen 4 if the target's offset in a page is up to 16 bytes after that of the source.
     void (*copy)(u8* out, const u8* x, i64 size);
+    // memcpy that bypasses the caches: overwritten lines are not read. Others may be notified only
+    // after end_stream.
+    void (*stream_on)(u8* out, const u8* x, i64 size);
     // CPD_PANEL columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
     // CPD_PANEL floats; index: of out[0][0], of so many outputs.
     void (*matmul)(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n,

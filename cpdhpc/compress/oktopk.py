@@ -82,7 +82,7 @@ class OkTopk(SparseMessages):
         waiting, chosen = self._chosen(layers, k, context)
         indices, sums = self._summed(waiting, chosen, k, coded.names[0], context)
         borders = [*(start for _, start, _ in coded.segments), size]
-        counts = np.diff(np.searchsorted(indices, borders))
+        counts = np.diff(_cuts(indices, borders))
         at = placed(layers.in_bucket(indices, counts), waiting[0])
         ranks, values = float(context.world.ranks), placed(sums, waiting[0])
         mean, most = layers.mean_of([at], [values], ranks)
@@ -103,7 +103,7 @@ class OkTopk(SparseMessages):
         indices, sums = self._gathered(regions, edges, k, layer, context)
         if not is_finite(sums):  # layers.mean raises
             return indices, sums
-        borders, marks = np.searchsorted(indices, edges), cpu.pack_bitmap(indices, n)
+        borders, marks = _cuts(indices, edges), cpu.pack_bitmap(indices, n)
         for rank, x, own, region in zip(world.hosted, waiting, sent, regions, strict=True):
             at, values = cpu.pairs_at(marks, *own)
             _add(x, at, -values)
@@ -130,15 +130,15 @@ class OkTopk(SparseMessages):
             if not _is_about(pairs[0].size, k):
                 kernels = backend_of(x)
                 if pairs[0].size > k:  # the k largest are among them
-                    among = kernels.select_magnitude(pairs[1], k)
-                    largest = pairs[0][among], pairs[1][among]
+                    largest = _taken(pairs, kernels.select_magnitude(pairs[1], k))
                 else:
                     found_in_all = kernels.select_magnitude(x, k)
                     largest = found_in_all, kernels.gather(x, found_in_all)
                 indices, values = map(to_host, largest)
-                magnitudes = np.abs(values)
-                threshold[0] = _below(magnitudes.min()) / scale
-                pairs = indices[magnitudes > 0], values[magnitudes > 0]
+                smallest = np.abs(values).min()
+                threshold[0] = _below(smallest) / scale
+                some = slice(None) if smallest else values != 0
+                pairs = indices[some], values[some]
             found.append((to_host(pairs[0]), to_host(pairs[1])))
         return waiting, found
 
@@ -172,7 +172,7 @@ class OkTopk(SparseMessages):
         world, sizes, sends, sent = context.world, np.diff(edges).tolist(), [], []
         for rank, (indices, chosen_values) in zip(world.hosted, chosen, strict=True):
             values = chosen_values.copy()
-            borders, payloads = np.searchsorted(indices, edges).tolist(), {}
+            borders, payloads = _cuts(indices, edges).tolist(), {}
             for owner, part in enumerate(map(slice, borders, borders[1:])):
                 if owner != rank and part.start < part.stop:
                     at = indices[part] - np.uint32(edges[owner])
@@ -187,7 +187,7 @@ class OkTopk(SparseMessages):
             world.hosted, sent, neighbours(world, sends), strict=True
         ):
             size, first = sizes[rank], np.uint32(edges[rank])
-            part = slice(*np.searchsorted(indices, edges[rank : rank + 2]))
+            part = slice(*_cuts(indices, edges[rank : rank + 2]))
             terms = {r: decode_sparse(payload, size, self.wire) for r, payload in came.items()}
             terms[rank] = indices[part] - first, values[part]
             parts = [terms[source] for source in sorted(terms)]
@@ -211,7 +211,7 @@ class OkTopk(SparseMessages):
             least = _least([sums for _, sums in regions], k, world)
             chosen = [_above(sums, least) for _, sums in regions]
             counts = _of_all(world, [each.size for each in chosen])
-        found = [(places[i], sums[i]) for i, (places, sums) in zip(chosen, regions, strict=True)]
+        found = [_taken(each, i) for i, each in zip(chosen, regions, strict=True)]
         if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
             found = _dealt_out(found, counts, n, world)
         payloads = [encode_sparse(*each, n, self.wire) for each in found]
@@ -223,7 +223,7 @@ class OkTopk(SparseMessages):
         )
         if is_due:
             largest = cpu.select_magnitude(sums, min(k, sums.size))
-            indices, sums = indices[largest], sums[largest]
+            indices, sums = _taken((indices, sums), largest)
             smallest = np.fmin.reduce(np.abs(sums), initial=np.inf)  # sums that overflow are NaN
             threshold[0] = _below(smallest) / scale
         return indices, sums
@@ -236,6 +236,20 @@ def _is_about(count: int, k: int) -> bool:
 
 def _above(x: Array, threshold: np.float32) -> Array:
     return cpu.select_above(x, float(threshold))
+
+
+def _cuts(indices: Array, edges: Sequence[int] | Array) -> Array:
+    """Return the numbers of indices, uint32[m], ascending, below some edges, int64[edges].
+
+    Edges of another dtype would let NumPy convert all indices.
+    """
+    return np.searchsorted(indices, np.asarray(edges, np.uint32))
+
+
+def _taken(pairs: Pairs, at: Array) -> Pairs:
+    """Return the pairs with the numbers at, uint32[m], ascending."""
+    (indices, values), gather = pairs, backend_of(pairs[1]).gather
+    return gather(indices.view(np.float32), at).view(np.uint32), gather(values, at)
 
 
 def _add(x: Array, indices: Array, values: Array) -> None:

@@ -195,10 +195,13 @@ def use_gpu(number: int) -> None:
         torch.cuda.set_device(number)
 
 
+NO_STREAM = nullcontext()
+
+
 def in_stream(device: torch.device) -> AbstractContextManager[None]:
     """Let CuPy use a device and torch's current stream of it in the block."""
     if device.type == "cpu":
-        return nullcontext()
+        return NO_STREAM
     from . import gpu_runtime
 
     assert device.index is not None, "tensors know the number of their GPU"

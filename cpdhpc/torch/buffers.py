@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import Literal, get_args
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ BufferMode = Literal["broadcast", "mean", "none"]
 Tensors = list[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 REQUIRES_GRAD = attrgetter("requires_grad")
-HELD = attrgetter("_parameters", "_buffers", "_modules")  # by a module
+HELD = itemgetter("_parameters", "_buffers", "_modules")  # in the dict of a module
+VALUES = methodcaller("values")
 STATE = "scale_state"  # name of buffers of scales, for which the rank with most calls counts
 
 
@@ -39,7 +41,8 @@ class Survey:
                 if each is not None and id(each) not in seen:
                     seen.add(id(each))
                     modules.append(each)
-        self._modules, self._held = modules, held_by(modules)
+        self._of_modules = [vars(module) for module in modules]
+        self._held = held_by(self._of_modules)
         self._parameters = [p for p in parameters if p is not None]
         self._required = [p.requires_grad for p in self._parameters]
         self.trained = [p for p in self._parameters if p.requires_grad]
@@ -47,14 +50,18 @@ class Survey:
 
     def is_current(self) -> bool:
         """Whether another survey would find the same, in less than half of its time."""
-        held = held_by(self._modules)
+        held = held_by(self._of_modules)
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
         return same and [*map(REQUIRES_GRAD, self._parameters)] == self._required
 
 
-def held_by(modules: Sequence[torch.nn.Module]) -> list[object]:
-    """Return all parameters, buffers and modules that modules hold themselves, in order."""
-    return [value for module in modules for own in HELD(module) for value in own.values()]
+def held_by(of_modules: Sequence[dict[str, Any]]) -> list[object]:
+    """Return all parameters, buffers and modules that modules hold themselves, in order.
+
+    of_modules: their dicts. Called in each step, and so without a loop of the interpreter.
+    """
+    filled = filter(None, chain.from_iterable(map(HELD, of_modules)))
+    return [*chain.from_iterable(map(VALUES, filled))]
 
 
 def newest(states: Tensors) -> torch.Tensor:
@@ -117,9 +124,11 @@ class Buffers:
 
     def exchanged(self, live: Named) -> Exchanged:
         """Return the sizes of the buffers to be exchanged, which must agree over ranks."""
-        if self.mode == "none":
-            return Exchanged(None, 0)
-        return Exchanged(self.model, sum(b.nbytes for _, b in live))
+        return Exchanged(None if self.mode == "none" else self.model, self.size_bytes(live))
+
+    def size_bytes(self, live: Named) -> int:
+        """Return the bytes of the buffers to be exchanged."""
+        return 0 if self.mode == "none" else sum([b.nbytes for _, b in live])
 
     def begin(self, hosted: int) -> None:
         """Reset the buffers to those at the beginning of the step, for another hosted rank."""
