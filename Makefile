@@ -54,7 +54,7 @@ COUNTED = $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact methods sp
 THREE = $(if $(filter mpich,$(MPI)),$(SPLIT) $(COUNTED) tests/mpi/test_mpi_reducer.py, \
     tests/mpi $(patsubst %,--ignore=%,$(SPLIT)))
 SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras install_browser slurm/install slurm/up slurm/down) \
-    $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
+    $(wildcard slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
 .PHONY: quickstart test test-serial test-mpi test-slow test-torch test-gpu test-gpu-emulated test-install \
@@ -123,7 +123,8 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/mypy
 	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 	$(VENV)/bin/python tests/language.py
-	$(VENV)/bin/shellcheck --exclude=SC1091,SC2016 $(SCRIPTS)  # words that the job expands
+	$(VENV)/bin/python tests/helpers/rendering.py build/scripts
+	$(VENV)/bin/shellcheck --exclude=SC1091,SC2016 $(SCRIPTS) build/scripts/slurm/*.sbatch  # words that the job expands
 	! git grep --line-number --extended-regexp '^(<<<<<<<|>>>>>>>) '  # what a merge left behind
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
 
