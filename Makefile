@@ -96,16 +96,13 @@ test-gpu: $(VENV)/.installed-test
 	    $(EMULATED) $(ACTIVATE) $(LIMITED) compute-sanitizer --tool $$tool --error-exitcode 1 \
 	        python $(PYTEST) -p unpooled_cupy -m "gpu and not slow" $(SANITIZED) || exit 1; done
 
-# The CUDA kernels themselves, compiled for the CPU (tests/helpers/emulated_gpu.py), and the PTX that NVRTC
-# makes of the codec for each architecture.
+# Tests of a GPU on the simulated one, whose kernels are compiled for the CPU, and the PTX that NVRTC makes of
+# the codec for each architecture.
 EMULATED = PYTHONPATH=tests/helpers
 test-gpu-emulated: $(VENV)/.installed-test
 	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu -m "gpu and not slow" \
 	    -n $(WORKERS) --dist loadfile
 	$(SERIAL) tests/test_cuda_codec.py -m slow -n $(WORKERS)
-	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
-	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" \
-	    $(patsubst %,tests/mpi/test_mpi_%.py,gpu darray_gpu)
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu \
 	    tests/mpi/test_mpi_gpu_training.py tests/mpi/test_mpi_gpu_spatial.py
 
