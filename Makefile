@@ -54,7 +54,7 @@ COUNTED = $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact methods sp
 THREE = $(if $(filter mpich,$(MPI)),$(SPLIT) $(COUNTED) tests/mpi/test_mpi_reducer.py, \
     tests/mpi $(patsubst %,--ignore=%,$(SPLIT)))
 SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras install_browser slurm/install slurm/up slurm/down) \
-    $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
+    $(wildcard slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
 .PHONY: quickstart test test-serial test-mpi test-slow test-torch test-gpu test-gpu-emulated test-install \
@@ -96,16 +96,13 @@ test-gpu: $(VENV)/.installed-test
 	    $(EMULATED) $(ACTIVATE) $(LIMITED) compute-sanitizer --tool $$tool --error-exitcode 1 \
 	        python $(PYTEST) -p unpooled_cupy -m "gpu and not slow" $(SANITIZED) || exit 1; done
 
-# The CUDA kernels themselves, compiled for the CPU (tests/helpers/emulated_gpu.py), and the PTX that NVRTC
-# makes of the codec for each architecture.
+# Tests of a GPU on the simulated one, whose kernels are compiled for the CPU, and the PTX that NVRTC makes of
+# the codec for each architecture.
 EMULATED = PYTHONPATH=tests/helpers
 test-gpu-emulated: $(VENV)/.installed-test
 	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu -m "gpu and not slow" \
 	    -n $(WORKERS) --dist loadfile
 	$(SERIAL) tests/test_cuda_codec.py -m slow -n $(WORKERS)
-	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
-	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" \
-	    $(patsubst %,tests/mpi/test_mpi_%.py,gpu darray_gpu)
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu \
 	    tests/mpi/test_mpi_gpu_training.py tests/mpi/test_mpi_gpu_spatial.py
 
@@ -123,7 +120,8 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/mypy
 	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 	$(VENV)/bin/python tests/language.py
-	$(VENV)/bin/shellcheck --exclude=SC1091,SC2016 $(SCRIPTS)  # words that the job expands
+	$(VENV)/bin/python tests/helpers/rendering.py build/scripts
+	$(VENV)/bin/shellcheck --exclude=SC1091,SC2016 $(SCRIPTS) build/scripts/slurm/*.sbatch  # words that the job expands
 	! git grep --line-number --extended-regexp '^(<<<<<<<|>>>>>>>) '  # what a merge left behind
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
 

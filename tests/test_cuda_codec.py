@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import compiled_kernels
 import numpy as np
 import ptx
 import pytest
 import simulated_cupy
-import simulated_kernels
 from sass import VERSIONS, ptx_of
 
 from cpdhpc.formats import MICROSCALING, Cast, FloatFormat, parse_format
@@ -31,7 +31,7 @@ def module(version: int, architecture: int, change: Callable[[str], str] = str) 
             kernel = ptx.kernels(text)[name]
 
             def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-                simulated_kernels.arguments(self.code, name, args)
+                compiled_kernels.arguments(self.code, name, args)
                 arrays = [each.memory_view for each in args if hasattr(each, "memory_view")]
                 numbers = [
                     each.data.ptr

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import compiled_kernels
 import numpy as np
 import pytest
-import simulated_kernels
 
 from cpdhpc.formats import SHIFT_BIAS, Cast, parse_format
 from cpdhpc.lab.verify.outcomes import OnGpu
@@ -132,12 +132,12 @@ def kernels() -> Any:
 def run(kernels: Any, name: str, given: dict[str, Any], grid: int, block: int) -> None:
     """Run one block of a launch, arguments by name."""
     cells = []
-    for kind, pointer, word in simulated_kernels.signature(cuda_source(), name):
+    for kind, pointer, word in compiled_kernels.signature(cuda_source(), name):
         value = given[word]
         if pointer:
             cells.append(np.array(0 if value is None else value.ctypes.data, np.uint64))
         else:
-            cells.append(np.array(simulated_kernels.SCALARS[kind](value)))
+            cells.append(np.array(compiled_kernels.SCALARS[kind](value)))
     addresses = (ctypes.c_void_p * len(cells))(*(each.ctypes.data for each in cells))
     call = getattr(kernels, f"run_{name}")
     call.restype = ctypes.c_char_p

@@ -4,7 +4,18 @@ import subprocess
 from pathlib import Path
 
 from every import every
-from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
+from rendering import (
+    FOLDER,
+    GOLDEN,
+    GPU_STUDY,
+    ROOT,
+    STUDY,
+    array_of,
+    differences,
+    rendered,
+    shipped,
+    some_batches,
+)
 from training import ran
 
 from cpdhpc.lab.kinds import KINDS
@@ -27,8 +38,8 @@ from cpdhpc.lab.study.site import (
 )
 from cpdhpc.lab.study.spec import Study
 
-TEXTS = golden()
-NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+SHIPPED = shipped()
+TEXTS = rendered() | {path.name: text for path, text in SHIPPED.items()}
 COUNTS = Counts("4", "2", "2")
 
 
@@ -36,11 +47,10 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
 
 
-@every("name", NAMES)
-def test_scripts_are_the_golden_ones(name: str) -> None:
-    assert (ROOT / name).read_text() == TEXTS[ROOT / name], (
-        "python tests/helpers/rendering.py, and look"
-    )
+def test_scripts_are_the_golden_ones() -> None:
+    hint = "python tests/helpers/rendering.py, and look"
+    assert {path: path.read_text() for path in (ROOT / "slurm").glob("*.sbatch")} == SHIPPED, hint
+    assert GOLDEN.read_text() == "".join(differences().values()), hint
 
 
 @every("name", SCHEDULERS)
@@ -56,15 +66,9 @@ def test_a_scheduler_has_what_the_rest_asks_for(name: str) -> None:
     assert "-m cpdhpc study collect results/demo" in collect_script(site, "demo", FOLDER)
 
 
-def test_no_golden_file_is_left_over() -> None:
-    there = {path for name in SCHEDULERS for path in (GOLDEN / name).iterdir()}
-    there |= {*(ROOT / "slurm").glob("*.sbatch")}
-    assert there == set(TEXTS)
-
-
-@every("name", NAMES)
+@every("name", TEXTS)
 def test_scripts_are_sound(name: str) -> None:
-    text = TEXTS[ROOT / name]
+    text = TEXTS[name]
     checked = ran(["bash", "-n"], input=text)
     assert checked.returncode == 0 and not checked.stderr
     head, _, body = text.partition("\n\n")
@@ -74,9 +78,9 @@ def test_scripts_are_sound(name: str) -> None:
     assert "{{" not in text.replace("{{id.dec}}", ""), "Flux fills that in"
 
 
-@every("name", [name for name in NAMES if name.endswith(".sbatch")])
+@every("name", [name for name in TEXTS if name.endswith(".sbatch")])
 def test_scripts_ask_for_ranks_on_each_node(name: str) -> None:
-    text = TEXTS[ROOT / name]
+    text = TEXTS[name]
     given = directives(text)
     assert len({line.partition("=")[0] for line in given}) == len(given), "an option twice"
     assert any(line.startswith("--ntasks-per-node=") for line in given)

@@ -8,11 +8,8 @@ Backward runs in the engine's thread of the device, as with CUDA.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,24 +21,10 @@ from typing import Any
 from unittest.mock import patch
 
 import simulated_gpu
+from compiled_kernels import built, named
 from simulated_gpu import GARBAGE, Event, Gpu
 
 HERE = Path(__file__).parent
-
-
-def built(code: bytes, key: str, *flags: str) -> Path:
-    """Return C++ as a library, which is kept in build/ while code, key and flags stay the same."""
-    content = b"\0".join([code, *(each.encode() for each in (key, *flags))])
-    made = HERE.parents[1] / "build" / "emulated" / f"{hashlib.sha256(content).hexdigest()[:20]}.so"
-    if not made.exists():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as work:
-            source, out = Path(work) / "code.cpp", Path(work) / made.name
-            source.write_bytes(code)
-            common = ["g++", "-fPIC", "-shared", "-w", f"-I{HERE}"]
-            subprocess.run([*common, source, "-o", out, *flags], check=True)
-            out.replace(made)
-    return made
 
 
 def guard(lib: Path) -> Path:
@@ -74,7 +57,6 @@ from cpdhpc.torch import averaging  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ON = SimpleNamespace(gpu=Gpu(), kept=set())  # the GPU of now, and torch's streams
-named: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address
 
 
 class Block:

@@ -1,5 +1,10 @@
-"""Job scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
+"""Job scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew.
 
+With a folder as its argument it writes every script there, whole.
+"""
+
+import sys
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from cpdhpc.config import validate
@@ -10,7 +15,7 @@ from cpdhpc.lab.study.site import Site, array_script, arrays, collect_script, lo
 from cpdhpc.lab.study.spec import Study
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
+GOLDEN = ROOT / "tests" / "golden" / "scripts.diff"
 FOLDER = Path("results/demo")
 STUDY = validate(
     Study,
@@ -58,48 +63,83 @@ def full_site(scheduler: str) -> Site:
     return Site(scheduler=scheduler, directives=("--mine",), modules=("mpi",), **keys)
 
 
-def golden() -> dict[Path, str]:
-    """Text by path: arrays for each launcher, the sites' scripts and slurm/'s own.
+def rendered() -> dict[str, str]:
+    """Text by name: arrays for each launcher, and the sites' scripts.
 
     Of each launcher one with CPUs, one with GPUs, and one of a study of programs; of some also one
     with a GPU for each rank.
 
     A site with GPUs has the array of the study on GPUs.
     """
-    found: dict[Path, str] = {}
+    found: dict[str, str] = {}
     for name, scheduler in SCHEDULERS.items():
-        to, suffix = GOLDEN / name, scheduler.SUFFIX
+        to, suffix = f"{name}/", scheduler.SUFFIX
         for launcher in scheduler.LAUNCHERS:
             for kind, gpus in (("cpu", 0), ("gpu", 4)):
                 cores = 4 if gpus else 1
                 keys = {"scheduler": name, "launcher": launcher}
                 site = Site(**keys, gpus_per_node=gpus, cpus_per_rank=cores)
                 study = GPU_STUDY if gpus else STUDY
-                found[to / f"array-{launcher}-{kind}{suffix}"] = array_of(site, study=study)
+                found[f"{to}array-{launcher}-{kind}{suffix}"] = array_of(site, study=study)
             site = Site(scheduler=name, launcher=launcher)
-            found[to / f"programs-{launcher}{suffix}"] = array_of(site, study=COMMAND_STUDY)
+            found[f"{to}programs-{launcher}{suffix}"] = array_of(site, study=COMMAND_STUDY)
             if launcher in OWN_GPU_WAYS[name]:
                 site = Site(scheduler=name, launcher=launcher, gpus_per_node=4)
                 for title, study in (("array", STUDY), ("programs", COMMAND_STUDY)):
                     own = study.model_copy(update={"sweep": {**study.sweep, **OWN_GPU}})
-                    path = to / f"{title}-{launcher}-own-gpu{suffix}"
-                    found[path] = array_of(site, study=own)
+                    found[f"{to}{title}-{launcher}-own-gpu{suffix}"] = array_of(site, study=own)
         if name != DEFAULT:
             site = full_site(name)
-            found[to / f"collect{suffix}"] = collect_script(site, "demo", FOLDER)
-            found |= {to / file: text for file, text in scripts(site).items()}
+            found[f"{to}collect{suffix}"] = collect_script(site, "demo", FOLDER)
+            found |= {to + file: text for file, text in scripts(site).items()}
     for path in sorted((ROOT / "slurm" / "sites").glob("*.toml")):
         site = load_site(path)
         study = GPU_STUDY if site.gpus_per_node else STUDY
-        found[GOLDEN / DEFAULT / f"array-site-{site.name}.sbatch"] = array_of(site, study=study)
-        found[GOLDEN / DEFAULT / f"collect-site-{site.name}.sbatch"] = collect_script(
-            site, "demo", FOLDER
-        )
-    return found | {ROOT / "slurm" / name: text for name, text in scripts(Site()).items()}
+        title = f"site-{site.name}.sbatch"
+        found[f"{DEFAULT}/array-{title}"] = array_of(site, study=study)
+        found[f"{DEFAULT}/collect-{title}"] = collect_script(site, "demo", FOLDER)
+    return found
+
+
+def shipped() -> dict[Path, str]:
+    """Text by path: the scripts of the folder slurm, which are golden files as they are."""
+    return {ROOT / "slurm" / name: text for name, text in scripts(Site()).items()}
+
+
+def changes(before: list[str], after: list[str]) -> list[str]:
+    """What makes one list of lines the other; @@ has the line that stands before a change."""
+    found = []
+    for what, i, end, j, last in SequenceMatcher(None, before, after, False).get_opcodes():
+        if what != "equal":
+            found += [f"@@ {before[i - 1]}".rstrip() if i else "@@"]
+            found += [f"-{line}" for line in before[i:end]]
+            found += [f"+{line}" for line in after[j:last]]
+    return found
+
+
+def differences() -> dict[str, str]:
+    """Of each script its changes from the one before that is most like it, of the first all."""
+    texts: dict[str, list[str]] = {"nothing": []}
+    texts |= {k: v.split("\n") for k, v in rendered().items()}
+    found = {}
+    for n, name in list(enumerate(texts))[1:]:
+        others = [(each, changes(texts[each], texts[name])) for each in list(texts)[:n]]
+        other, lines = min(others, key=lambda pair: len(pair[1]))
+        found[name] = "\n".join((f"=== {name}: from {other}", *lines, ""))
+    return found
+
+
+def main() -> None:
+    """Write the golden files, or all scripts."""
+    for folder in map(Path, sys.argv[1:]):
+        for name, text in rendered().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+        return
+    for path, text in {GOLDEN: "".join(differences().values()), **shipped()}.items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    for path, text in golden().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
+    main()

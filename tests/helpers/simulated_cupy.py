@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import compiled_kernels
 import numpy as np
-import simulated_kernels
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from simulated_gpu import Error, Event, Gpu, Owner, Stream
 
@@ -347,15 +347,7 @@ class RawModule:
         self.arrays.gpu.compiled += 1
 
     def get_function(self, name: str) -> Callable[..., None]:
-        device = self.arrays.gpu.device_id
-
-        def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-            assert 0 < grid[0] <= 65535 and block == (128,)
-            given = simulated_kernels.arguments(self.code, name, args)
-            devices = [device, *(each.device.id for each in args if isinstance(each, ndarray))]
-            self.arrays.gpu.launch(name, lambda: simulated_kernels.run(name, given), devices)
-
-        return kernel
+        return compiled_kernels.kernel_of(self.arrays.gpu, self.code, name)
 
 
 def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
