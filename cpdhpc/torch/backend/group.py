@@ -31,7 +31,7 @@ PROFILER = (
 )
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
 
-LOOKS = 100  # times that a board is read in a call that the program waits for
+LOOKS = 1000  # times that a board is read in vain in a call that the program waits for
 SETTLE_S = 30.0  # for unfinished calls when their group is destroyed
 
 
