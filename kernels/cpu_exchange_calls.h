@@ -22,10 +22,6 @@ const i64 LEFT = ((i64)1 << TURN_BITS) - 1;  // instead of a turn: all of them
 const i64 TIMED_BYTES = 1 << 12, RETRIED = 100;
 const double SLOW_NS = 0.15;  // for a byte
 
-// A place has room for several short calls. They take turns in it, as a line is written sooner if
-// it is no longer in the second cache of its reader.
-const i64 SHIFTED_BYTES = 1 << 14;
-
 const i64 HELD_BYTES = 1 << 13;  // calls of at most so many bytes keep the interpreter's lock
 const i64 FOLDED = 2048;         // elements that are added for all ranks before the next
 
@@ -107,7 +103,7 @@ const int REASON_BITS = 4, AHEAD_BITS = 4;
 
 struct Turns {
     Exchange* board;
-    i64 number, base, count, each, span, kind;
+    i64 number, base, count, each, kind;
     bool leaves, calls;
     const char* text = nullptr;
     i64 digest = 0;
@@ -117,12 +113,7 @@ struct Turns {
     i64 taken = 0, ahead = 0;
     Reason reason = ENDED;
 
-    u8* place(i64 turn, i64 of) const {
-        i64 shift = 0;
-        if (span >= SHIFTED_BYTES && span <= VALUES_BYTES / 2)
-            shift = number / (SLOTS * PLACES) % (VALUES_BYTES / span) * span;
-        return board->place(number, base + turn, of) + shift;
-    }
+    u8* place(i64 turn, i64 of) const { return board->place(number, base + turn, of); }
     bool is_free(i64 turn) const {
         i64 wanted;
         if (turn >= PLACES)
@@ -292,21 +283,19 @@ bool read_portions(PyObject* given, i64 ranks, std::vector<Portion>& portions) {
 // Whether the parts of portions in a turn fit into a place.
 bool have_room(const Turns& turns, const std::vector<Portion>& portions) {
     for (const Portion& portion : portions)
-        if (portion.start + std::min(portion.size, turns.each) >
-            (turns.span ? turns.span : VALUES_BYTES))
+        if (portion.start + std::min(portion.size, turns.each) > VALUES_BYTES)
             return PyErr_SetString(PyExc_ValueError, "run_exchange: a portion beyond its place"),
                    false;
     return true;
 }
 
-// run_exchange(board, state, looks, number, base, count, each, span, leaves, calls, text, digest,
+// run_exchange(board, state, looks, number, base, count, each, leaves, calls, text, digest,
 // note, gives, takes, own, kind, fold): continues a call, at first with state 0, until its turns
 // have ended, which returns 0, or there is something to do before it is called with the state that
 // it returns: see Reason, its last bits.
 //   looks: those without progress before it returns BUSY (a place is read by others) or AWAITS
 //   base: turns of this call before these; count: of these turns
-//   each: bytes of a portion in a turn; span: those that a turn takes of a place, 0 if ranks may
-//     differ in it; leaves: whether these are the last turns of the call
+//   each: bytes of a portion in a turn; leaves: whether these are the last turns of the call
 //   calls: whether to return TAKES in each turn, while the places of others can be read
 //   text, digest, note: compared in turn 0 of the call, before any value is taken. The digest is 0
 //     if this rank refuses the call; a note is some words of 8 bytes
@@ -314,40 +303,38 @@ bool have_room(const Turns& turns, const std::vector<Portion>& portions) {
 //   takes: of each portion the rank that has it; own: a portion, and that to which it is copied
 //   fold: a portion, at start in the others' places, and that to which the sum of all goes, by kind
 PyObject* run_exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 18) {
-        PyErr_SetString(PyExc_TypeError, "run_exchange: 18 arguments are needed");
+    if (count != 17) {
+        PyErr_SetString(PyExc_TypeError, "run_exchange: 17 arguments are needed");
         return nullptr;
     }
     Turns turns;
     turns.board = exchange_of(args[0]);
     if (!turns.board) return nullptr;
-    i64 numbers[9];
-    for (int i = 0; i < 9; ++i) numbers[i] = PyLong_AsLongLong(args[1 + i]);
-    turns.digest = PyLong_AsLongLong(args[11]), turns.kind = PyLong_AsLongLong(args[16]);
+    i64 numbers[8];
+    for (int i = 0; i < 8; ++i) numbers[i] = PyLong_AsLongLong(args[1 + i]);
+    turns.digest = PyLong_AsLongLong(args[10]), turns.kind = PyLong_AsLongLong(args[15]);
     if (PyErr_Occurred()) return nullptr;
     const i64 state = numbers[0], looks = numbers[1], ranks = turns.board->ranks();
     turns.number = numbers[2], turns.base = numbers[3], turns.count = numbers[4];
-    turns.each = numbers[5], turns.span = numbers[6];
-    turns.leaves = numbers[7], turns.calls = numbers[8];
+    turns.each = numbers[5], turns.leaves = numbers[6], turns.calls = numbers[7];
     turns.reason = (Reason)(state & ((1 << REASON_BITS) - 1));
     turns.ahead = state >> REASON_BITS & ((1 << AHEAD_BITS) - 1);
     turns.taken = state >> (REASON_BITS + AHEAD_BITS);
     char *text, *note;
     Py_ssize_t text_size;
-    if (PyBytes_AsStringAndSize(args[10], &text, &text_size) ||
-        PyBytes_AsStringAndSize(args[12], &note, &turns.note_size) ||
-        !read_portions(args[13], ranks, turns.gives) ||
-        !read_portions(args[14], ranks, turns.takes) ||
-        !read_portions(args[15], ranks, turns.own) || !read_portions(args[17], ranks, turns.fold))
+    if (PyBytes_AsStringAndSize(args[9], &text, &text_size) ||
+        PyBytes_AsStringAndSize(args[11], &note, &turns.note_size) ||
+        !read_portions(args[12], ranks, turns.gives) ||
+        !read_portions(args[13], ranks, turns.takes) ||
+        !read_portions(args[14], ranks, turns.own) || !read_portions(args[16], ranks, turns.fold))
         return nullptr;
     turns.text = text, turns.note = note;
     const auto paired = [](const std::vector<Portion>& portions) {
         return portions.empty() || (portions.size() == 2 && portions[0].size == portions[1].size);
     };
     if (text_size != TEXT_BYTES || turns.note_size > NOTE_ROOM || turns.note_size % 8 ||
-        turns.number < 1 || turns.each < 1 || turns.span < 0 || turns.span > VALUES_BYTES ||
-        !paired(turns.own) || !paired(turns.fold) || turns.kind < INT8 || turns.kind > FLOAT64 ||
-        ranks < 2) {
+        turns.number < 1 || turns.each < 1 || !paired(turns.own) || !paired(turns.fold) ||
+        turns.kind < INT8 || turns.kind > FLOAT64 || ranks < 2) {
         PyErr_SetString(PyExc_ValueError, "run_exchange: an argument out of its range");
         return nullptr;
     }

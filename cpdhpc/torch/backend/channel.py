@@ -116,8 +116,27 @@ class Channel:
             CALLS.made += 1
             path = f"{CALLS.path}.{CALLS.made}"
             return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half, 0)
-        number = next(self._calls)
-        return Link(self, f"{self.name}:{number}", number % half, number)
+        number, state = CALLS.begun or (next(self._calls), 0)
+        CALLS.begun = None
+        link = Link(self, f"{self.name}:{number}", number % half, number)
+        link.state = state
+        return link
+
+    def begin(self, looks: int, text: str, *turns: Any) -> bool:
+        """Make the next call in one exchange; return whether it has ended.
+
+        text, turns: the arguments of Link.exchange. If it has not ended after a number of looks,
+        the next link of this thread is that of the same call, whose first exchange continues it.
+        """
+        assert self.board is not None, "all ranks are on one node"
+        (count, each, gives, takes, own, kind, fold, note), number = turns, next(self._calls)
+        state = self.board.run(
+            0, looks, number, 0, count, each, True, False, *packed(text), note, gives, takes,
+            own, kind, fold,
+        )  # fmt: skip
+        if state:
+            CALLS.begun = number, state
+        return not state
 
 
 def gone(*_: Any) -> NoReturn:
@@ -137,6 +156,7 @@ class Link:
     board: the memory of the node, if all ranks share one
     room_bytes: most values that can accompany the text; ends: called at the end of the call
     looks: times that a board is read in vain before the program yields
+    state: of turns that have begun, see begin
     """
 
     def __init__(self, channel: Channel, path: str, tag: int, number: int) -> None:
@@ -145,7 +165,7 @@ class Link:
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
         self.others = channel.others
-        self.tag, self.looks, self._turns = 2 * tag, 0, 0
+        self.tag, self.looks, self.state, self._turns = 2 * tag, 0, 0, 0
         self.ends: list[Callable[[], None]] = []
         if self.board is not None:
             self.room_bytes = VALUES_BYTES
@@ -204,12 +224,10 @@ class Link:
         kind: int = 0,
         fold: Portions = (),
         take: Callable[[int, list[Memory]], None] | None = None,
-        span: int = 0,
         note: bytes = b"",
         renewed: Callable[[list[bytes]], int] | None = None,
         held: object = None,
         leaves: bool = False,
-        state: int = 0,
     ) -> Waits:
         """Exchange values in turns in the memory of the node; first of all, compare texts.
 
@@ -217,19 +235,18 @@ class Link:
             each the bytes first to first + each, for first = 0, each, ..., are in a turn
         take: called in each turn, with first and the memory of each rank, in which the values that
             it gives have their places
-        span: bytes of a turn, if these are the same on all ranks; 0 if take is given
         note, renewed: the latter is called with the notes of all ranks if these differ, and returns
             the number of turns
-        held: kept until the end; leaves: whether there are no more turns; state: of turns that
-            have begun
+        held: kept until the end; leaves: whether there are no more turns
         Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
         """
         board, number, base = self.board, self._number, self._turns
         assert board is not None, "all ranks are on one node"
         words, digest = packed(text)
+        state, self.state = self.state, 0
         while True:
             state = board.run(
-                state, self.looks, number, base, count, each, span, leaves, take is not None,
+                state, self.looks, number, base, count, each, leaves, take is not None,
                 words, digest, note, gives, takes, own, kind, fold,
             )  # fmt: skip
             reason, taken = state & (1 << REASON_BITS) - 1, state >> REASON_BITS + AHEAD_BITS

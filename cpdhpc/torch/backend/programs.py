@@ -37,7 +37,6 @@ Tensor = torch.Tensor
 WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all values itself
 KEPT_BYTES = 1 << 23  # of scratch memory that is reused; what no call writes takes no memory
 MOST_KEPT = 8
-PAGE_BYTES = 4096
 ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts of a turn
 NOTHING: Memory = b""
 TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
@@ -85,9 +84,9 @@ def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(i * each, count), min((i + 1) * each, count)) for i in range(ranks)]
 
 
-def folded(size_bytes: int, link: Link) -> bool:
+def folded(size_bytes: int, ranks: int, room_bytes: int) -> bool:
     """Whether values accompany the text of their call, and each rank reduces all of them."""
-    return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
+    return size_bytes <= room_bytes and size_bytes * (ranks - 1) <= WHOLE_BYTES
 
 
 def fold_found(
@@ -116,14 +115,9 @@ def turns(longest: int, each: int) -> int:
     return max(1, -(-longest // each))
 
 
-def part_bytes(link: Link, longest: int = VALUES_BYTES) -> int:
+def part_bytes(ranks: int, longest: int = VALUES_BYTES) -> int:
     """Return the room of each rank in a turn, whole elements of any dtype."""
-    return min(VALUES_BYTES // link.size // ALIGN, max(1, -(-longest // ALIGN))) * ALIGN
-
-
-def span_of(size_bytes: int) -> int:
-    """Return what values of a size take of a place: whole pages."""
-    return min(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES, VALUES_BYTES)
+    return min(VALUES_BYTES // ranks // ALIGN, max(1, -(-longest // ALIGN))) * ALIGN
 
 
 def reduce_on_board(
@@ -138,7 +132,6 @@ def reduce_on_board(
     *,
     start: int = 0,
     takes: Portions = (),
-    span: int = 0,
 ) -> Waits:
     """Reduce mine, and the values that others have at start in their places, into out.
 
@@ -147,8 +140,7 @@ def reduce_on_board(
     """
     count, item, size, kind = turns(longest, each), mine.element_size(), mine.nbytes, reduction.kind
     if out is None:
-        span = 0 if kind is None else span
-        yield from link.exchange(text, count, each, gives, takes, span=span, held=mine)
+        yield from link.exchange(text, count, each, gives, takes, held=mine)
     elif kind is None:
 
         def take(first: int, found: Sequence[Memory]) -> None:
@@ -159,7 +151,7 @@ def reduce_on_board(
     else:
         fold = (0, start, mine.data_ptr(), size, 0, 0, out.data_ptr(), size)
         yield from link.exchange(
-            text, count, each, gives, takes, kind=kind, fold=fold, span=span, held=(mine, out)
+            text, count, each, gives, takes, kind=kind, fold=fold, held=(mine, out)
         )
         reduction.finish(out)
 
@@ -188,12 +180,12 @@ def all_reduce(
     """Reduce flat tensors in place."""
     if link.board is not None:
         for x, reduction in zip(xs, reductions, strict=True):
-            if link.size == 2 or folded(x.nbytes, link):
+            if link.size == 2 or folded(x.nbytes, link.size, link.room_bytes):
                 yield from _reduce_all(link, text, x, reduction, x)
             else:
                 yield from _reduce_in_turns(link, text, x, reduction)
         return
-    if len(xs) == 1 and folded(xs[0].nbytes, link):
+    if len(xs) == 1 and folded(xs[0].nbytes, link.size, link.room_bytes):
         (x,), (reduction,) = xs, reductions
         take = partial(fold_found, link, x, reduction, x)
         yield from link.agree(text, link.memory(x), take)
@@ -212,7 +204,7 @@ def _reduce_all(
     """Reduce all values of a tensor into out, in the memory of the node; None: give them only."""
     gives, size = portions([(0, 0, link.memory(x))]), x.nbytes
     given = link, text, reduction, x, out, gives, VALUES_BYTES, size
-    yield from reduce_on_board(*given, span=span_of(size))
+    yield from reduce_on_board(*given)
 
 
 def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
@@ -221,7 +213,7 @@ def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> 
     In a turn a rank gives a piece of each other rank's chunk, and the sums of its own chunk's
     previous piece.
     """
-    rank, item, room = link.rank, x.element_size(), part_bytes(link)
+    rank, item, room = link.rank, x.element_size(), part_bytes(link.size)
     bounds, each, memory = chunks(x.numel(), link.size), room // item, link.memory(x)
 
     def piece(of: int, number: int) -> slice:
@@ -358,7 +350,7 @@ def reduce_scatter(
     reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank gets its equal share of the result."""
-    if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link):
+    if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link.size, link.room_bytes):
         parts = ins[0].tensor_split(link.size)
         found = yield from link.agree_by_messages(text, [link.memory(part) for part in parts])
         fold_found(link, parts[link.rank], reductions[0], outs[0], found)
@@ -385,12 +377,12 @@ def _scatter_sums(
         return
     item, memory, rank = x.element_size(), link.memory(x), link.rank
     longest = item * max([b - a for a, b in bounds])
-    room = part_bytes(link, longest)
+    room = part_bytes(link.size, longest)
     given = [(to, to * room, memory[a * item : b * item]) for to, (a, b) in enumerate(bounds)]
     del given[rank]
     own = x[slice(*bounds[rank])]
     to = link, text, reduction, own, out, portions(given), room, longest
-    yield from reduce_on_board(*to, start=rank * room, span=span_of(room * link.size))
+    yield from reduce_on_board(*to, start=rank * room)
 
 
 def reduce_scatter_uneven(
@@ -417,8 +409,7 @@ def one_for_all(
     own = portions([(0, 0, given), (0, 0, outs[link.rank])]) if len(outs[link.rank]) else ()
     takes = portions([(rank, 0, outs[rank]) for rank in link.others])
     count, gives = turns(longest, VALUES_BYTES), portions([(0, 0, given)])
-    span = span_of(longest)
-    yield from link.exchange(text, count, VALUES_BYTES, gives, takes, own=own, span=span)
+    yield from link.exchange(text, count, VALUES_BYTES, gives, takes, own=own)
 
 
 def all_gather(
@@ -535,7 +526,7 @@ def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, ou
     if link.board is not None:
         yield from _reduce_all(link, text, x, reduction, out if link.rank == root else None)
         return
-    if folded(x.nbytes, link):
+    if folded(x.nbytes, link.size, link.room_bytes):
         take = partial(fold_found, link, x, reduction, out) if link.rank == root else None
         yield from link.agree(text, NOTHING if link.rank == root else link.memory(x), take)
         return
@@ -579,11 +570,10 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
     given = [link.memory(x) for x in xs] if is_root else [NOTHING] * link.size
     own, given[root] = given[root], NOTHING
     if link.board is not None and len(into) <= TURNS_BYTES:
-        room = part_bytes(link, len(into))
+        room = part_bytes(link.size, len(into))
         gives = portions([(to, to * room, x) for to, x in enumerate(given)])
         takes = () if is_root else portions([(root, link.rank * room, into)])
-        count, span = turns(len(into), room), span_of(room * link.size)
-        yield from link.exchange(text, count, room, gives, takes, span=span)
+        yield from link.exchange(text, turns(len(into), room), room, gives, takes)
     else:
         yield from link.agree(text)
         moves = link.step()
@@ -637,7 +627,7 @@ def _all_to_all_in_turns(
 
     The first turn tells the sizes of all parts.
     """
-    room, longest = part_bytes(link), max(map(len, (*outs, *ins)))
+    room, longest = part_bytes(link.size), max(map(len, (*outs, *ins)))
 
     def count() -> int:
         return turns(longest, room) if longest <= TURNS_BYTES else 1
