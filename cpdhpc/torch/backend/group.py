@@ -25,6 +25,7 @@ from .quick import Quick, described, listed
 from .reductions import premultiplied, reduction_of
 
 Method = Callable[..., Any]
+Started = Any  # an Operation; None if it has ended and its caller would have waited
 PROFILER = (
     "_profiler_enabled",
     "_record_function_with_args_enter",
@@ -255,7 +256,7 @@ class MpiGroup(ProcessGroup):
         opts: Any = None,
         path: str = "",
         ends: list[Callable[[], None]] | None = None,
-    ) -> Operation | None:
+    ) -> Started:
         """Begin an operation; the thread advances it unless the caller will wait, as opts say.
 
         Returns None if it has ended and the caller would have waited: torch's functions allow that.
@@ -299,7 +300,7 @@ class MpiGroup(ProcessGroup):
         tensors: Sequence[Tensor],
         result: Any,
         opts: Any,
-    ) -> Operation | None:
+    ) -> Started:
         """Begin a collective call; make: returns its text and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
@@ -335,7 +336,7 @@ class MpiGroup(ProcessGroup):
 
     @at_once(quick.all_reduce)
     @by_device(forms.ALL_REDUCE)
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation | None:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """Reduce tensors in place."""
         sparse = bool(tensors) and tensors[0].is_sparse
         return self._collective(
@@ -370,7 +371,7 @@ class MpiGroup(ProcessGroup):
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
     @by_device(forms.REDUCE)
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation | None:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Started:
         """Reduce a tensor into the root's."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -385,7 +386,7 @@ class MpiGroup(ProcessGroup):
 
     @at_once(quick.broadcast)
     @by_device(forms.BROADCAST)
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation | None:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Started:
         """Send the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -398,7 +399,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.ALL_GATHER)
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank's tensors to all, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -415,7 +416,7 @@ class MpiGroup(ProcessGroup):
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank's tensors to all; output_lists: a list for each rank."""
         by_input = output_lists
         if {len(each) for each in output_lists} != {self.channel.size}:
@@ -425,7 +426,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank's tensors to all, concatenated in the order of ranks."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -447,9 +448,7 @@ class MpiGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @at_once(quick.all_gather)
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> Operation | None:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Started:
         """Send each rank's tensor to all, concatenated in the order of ranks."""
         title = "_all_gather_base"
         return self.all_gather_single_coalesced([output], [input], opts, title)
@@ -459,7 +458,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation | None:
+    ) -> Started:
         """Reduce tensors; each rank gets its equal share."""
         opts = opts or distributed.ReduceScatterOptions()
 
@@ -482,19 +481,17 @@ class MpiGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @at_once(quick.reduce_scatter)
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> Operation | None:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Started:
         """Reduce a tensor; each rank gets its equal share."""
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
+    _reduce_scatter_base = reduce_scatter_single
 
     @by_device(forms.REDUCE_SCATTER)
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
-    ) -> Operation | None:
+    ) -> Started:
         """Reduce lists of tensors; each rank gets its own one."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -513,7 +510,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.GATHER)
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
-    ) -> Operation | None:
+    ) -> Started:
         """Send all ranks' tensors to the root."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -530,7 +527,7 @@ class MpiGroup(ProcessGroup):
         return self._collective("gather", make, input_tensors, output_tensors, opts)
 
     @by_device()
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Operation | None:
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Started:
         """Send all ranks' tensors to the root, concatenated in the order of ranks."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -547,7 +544,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.SCATTER)
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank one of the root's tensors."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -566,7 +563,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank its own tensor, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -592,7 +589,7 @@ class MpiGroup(ProcessGroup):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Operation | None:
+    ) -> Started:
         """Send each rank its rows of a tensor."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -612,11 +609,11 @@ class MpiGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     @untraced
-    def barrier(self, opts: Any = None) -> Operation | None:
+    def barrier(self, opts: Any = None) -> Started:
         """Wait for all ranks."""
         return self.meeting("barrier", opts)
 
-    def meeting(self, call: str, opts: Any = None) -> Operation | None:
+    def meeting(self, call: str, opts: Any = None) -> Started:
         """Wait for all ranks to make a call of this name."""
 
         def make(link: Link, _: Hosted) -> tuple[str, Waits]:
@@ -636,7 +633,7 @@ class MpiGroup(ProcessGroup):
     # Messages between two ranks
 
     @by_device()
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation | None:
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Started:
         """Send a tensor to a rank."""
         call = f"send to rank {dst_rank} {listed(tensors)}"
         channel, mine = self.channel, 2 * self._checked(tag) + 1
@@ -649,18 +646,16 @@ class MpiGroup(ProcessGroup):
         return self._start("send", call, program(), tensors, tensors)
 
     @by_device()
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation | None:
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Started:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, src_rank, tag)
 
     @by_device()
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation | None:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Started:
         """Receive a tensor from any rank."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
 
-    def _receive(
-        self, title: str, tensors: list[Tensor], source: int, tag: int
-    ) -> Operation | None:
+    def _receive(self, title: str, tensors: list[Tensor], source: int, tag: int) -> Started:
         who = f"rank {source}" if source >= 0 else "any rank"
         call = f"recv from {who} {listed(tensors)}"
         hosted, mine = Hosted(), 2 * self._checked(tag) + 1

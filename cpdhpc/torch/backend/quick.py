@@ -21,10 +21,10 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Quick(NamedTuple):
-    """The arguments of Link.exchange; call: its text."""
+    """The arguments of Link.exchange; call: its text; number: of its turns."""
 
     call: str
-    count: int
+    number: int
     each: int
     gives: Portions = ()
     takes: Portions = ()
@@ -111,7 +111,8 @@ def all_gather(channel: Channel, output: Any, input: Any, _: Any) -> Quick | Non
         return None
     size, whole, rank = input.nbytes, output.nbytes, channel.rank
     x, out = input.data_ptr(), output.data_ptr()
-    place, own = out + rank * size, ()
+    place = out + rank * size
+    own: Portions = ()
     if size * channel.size != whole or size > TURNS_BYTES:
         return None
     if x != place:
