@@ -21,6 +21,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_ending_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
+#include "cpu_exchange_calls.h"
 #include "cpu_pools_calls.h"
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
@@ -296,6 +297,8 @@ PyMethodDef methods[] = {
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},
     {"run_moves", (PyCFunction)(void (*)(void))run_moves, METH_FASTCALL, nullptr},
+    {"make_exchange", make_exchange, METH_VARARGS, nullptr},
+    {"run_exchange", (PyCFunction)(void (*)(void))run_exchange, METH_FASTCALL, nullptr},
     {"copy", copy, METH_VARARGS, nullptr},
     {"copy_past_caches", copy_past_caches, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},

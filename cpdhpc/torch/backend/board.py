@@ -3,19 +3,20 @@
 Each rank writes to its own area. This has a slot for each of a few calls: the call's text, and
 values in turns, each in one of two places. Two words tell how far the rank has come: the last
 turn that it has written, and the last that it has read. So a call needs no message.
+kernels/cpu_exchange_calls.h has the turns.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from ..._cpu import copy, copy_past_caches
+from ..._cpu import copy, make_exchange, run_exchange
 from ...ops.moves import load_acquire, store_release
 from ...world.node_memory import NAME as FIRST_BLOCK
 from ...world.node_memory import NOTE_BYTES, Name, Shared
@@ -23,10 +24,11 @@ from ...world.node_memory import NOTE_BYTES, Name, Shared
 Array = Any
 Bytes = Any  # memory: of mpi4py, or a memoryview
 
+# The layout of an area, as cpu_exchange_calls.h has it.
 SLOTS = 4  # calls that may be under way at a time
 PLACES = 2  # of a slot: others read one while this rank writes the other
 MOST_RANKS = 8
-WRITTEN, DIGEST, READ = 0, 1, 8  # words of 8 bytes in the head: two cache lines
+WRITTEN, READ = 0, 8  # words of 8 bytes in the head: two cache lines
 HEAD_BYTES = 128
 TEXT_BYTES = 256  # of a call: its text, cut, and a digest of the whole text
 NOTE_ROOM = 1024  # of the lengths in an all_to_all
@@ -35,14 +37,13 @@ SLOT_BYTES = HEAD_BYTES + TEXT_BYTES + NOTE_ROOM + PLACES * VALUES_BYTES
 AREA_BYTES = SLOTS * SLOT_BYTES
 TURNS = 40  # bits of a stamp for a call's turns: a stamp is the call's number, then the turn's
 LEFT = (1 << TURNS) - 1  # instead of a turn: all are read
+ENDED, BUSY, AWAITS, UNLIKE_TEXT, UNLIKE_NOTES, TAKES = range(6)  # the last bits of a state
+REASON_BITS = AHEAD_BITS = 4
+
 HOST_BYTES = 16  # of a digest of the host's name
 PLACE_BYTES = HOST_BYTES + FIRST_BLOCK.size + NOTE_BYTES
 
 SHORT_BYTES = 1 << 13  # copied with the interpreter's lock held
-TIMED_BYTES = 1 << 15  # of a copy from which the way of copying is chosen
-SLOW_NS = 0.25  # for a byte: a core writes one in 0.03 to 0.12, or in 0.5 if another core, with
-# which it has no cache in common, has just read it. Copies past the caches take 0.04 to 0.08 then.
-RETRIED = 200  # slow copies are tried again after so many, as virtual machines change their cores
 
 
 def move(source: Bytes, target: Bytes) -> None:
@@ -93,8 +94,7 @@ class Slot:
 
     def __init__(self, area: Array) -> None:
         words = memoryview(area[:HEAD_BYTES].view(np.int64))
-        self.written, self.digest = words[WRITTEN : WRITTEN + 1], words[DIGEST : DIGEST + 1]
-        self.read = words[READ : READ + 1]
+        self.written, self.read = words[WRITTEN : WRITTEN + 1], words[READ : READ + 1]
         start = HEAD_BYTES + TEXT_BYTES
         self.text = memoryview(area[HEAD_BYTES:start])
         self.note = memoryview(area[start : start + NOTE_ROOM])
@@ -106,6 +106,7 @@ class Board:
     """The areas of all ranks, for comparing calls and exchanging values.
 
     areas: by rank. Calls have the numbers 1, 2, ... in their order, and turns 0, 1, ...
+    run: run_exchange of the module of kernels, without its first argument
     """
 
     def __init__(self, rank: int, areas: Sequence[Array]) -> None:
@@ -114,7 +115,7 @@ class Board:
             for i in range(SLOTS)
         ]
         self._own = [each[rank] for each in self._slots]
-        self._slow = 0  # copies that are still made past the caches
+        self.run = partial(run_exchange, make_exchange(rank, tuple(areas)))
 
     def is_free(self, number: int, turn: int, rank: int) -> bool:
         """Whether a rank has read the values that had this turn's place before."""
@@ -126,42 +127,9 @@ class Board:
             return True
         return load_acquire(self._slots[number % SLOTS][rank].read) >= wanted
 
-    def write(self, number: int, turn: int, values: Bytes, start: int = 0) -> None:
-        """Write values to the turn's place, which is free, from start."""
-        place = self._own[number % SLOTS].places[(number // SLOTS + turn) % PLACES]
-        size = len(values)
-        if size <= SHORT_BYTES:
-            place[start : start + size] = values
-        elif size < TIMED_BYTES:
-            copy(1, values, place[start : start + size])
-        elif self._slow:
-            self._slow -= 1
-            copy_past_caches(1, values, place[start : start + size])
-        else:
-            begun_ns = time.perf_counter_ns()
-            copy(1, values, place[start : start + size])
-            if time.perf_counter_ns() - begun_ns > SLOW_NS * size:
-                self._slow = RETRIED
-
-    def tell(self, number: int, words: bytes, digest: int, note: bytes) -> None:
-        """Write a call's text, its digest, and a note for the other ranks."""
-        mine = self._own[number % SLOTS]
-        mine.text[:] = words
-        if note:
-            mine.note[: len(note)] = note
-        mine.digest[0] = digest
-
-    def post(self, number: int, turn: int) -> None:
-        """Mark a turn as written."""
-        store_release(self._own[number % SLOTS].written, (number << TURNS) + turn)
-
     def has_come(self, number: int, turn: int, rank: int) -> bool:
         """Whether a rank has written a turn."""
         return load_acquire(self._slots[number % SLOTS][rank].written) >= (number << TURNS) + turn
-
-    def digest(self, number: int, rank: int) -> int:
-        """Return the digest of the text that a rank has told."""
-        return int(self._slots[number % SLOTS][rank].digest[0])
 
     def text(self, number: int, rank: int) -> bytes:
         """Return the text that a rank has told."""

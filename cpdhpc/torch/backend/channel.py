@@ -13,11 +13,24 @@ import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
-from .board import LEFT, TEXT_BYTES, VALUES_BYTES, Board
+from .board import (
+    AHEAD_BITS,
+    AWAITS,
+    ENDED,
+    LEFT,
+    REASON_BITS,
+    TAKES,
+    TEXT_BYTES,
+    UNLIKE_NOTES,
+    UNLIKE_TEXT,
+    VALUES_BYTES,
+    Board,
+)
 from .progress import CALLS, Broken, Step, Until, Waits
 
 Memory = Any  # of mpi4py: bytes at an address
 Take = Callable[[list[Memory]], None]
+Portions = tuple[int, ...]  # of memory: a rank, the start in its place, the address and the size
 
 NEAR = 8  # most ranks that send their calls to one another; more compare digests in rounds
 LEAST_TAGS = 32768  # guaranteed by MPI
@@ -103,8 +116,27 @@ class Channel:
             CALLS.made += 1
             path = f"{CALLS.path}.{CALLS.made}"
             return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half, 0)
-        number = next(self._calls)
-        return Link(self, f"{self.name}:{number}", number % half, number)
+        number, state = CALLS.begun or (next(self._calls), 0)
+        CALLS.begun = None
+        link = Link(self, f"{self.name}:{number}", number % half, number)
+        link.state = state
+        return link
+
+    def begin(self, looks: int, text: str, *turns: Any) -> bool:
+        """Make the next call in one exchange; return whether it has ended.
+
+        text, turns: the arguments of Link.exchange. If it has not ended after a number of looks,
+        the next link of this thread is that of the same call, whose first exchange continues it.
+        """
+        assert self.board is not None, "all ranks are on one node"
+        (count, each, gives, takes, own, kind, fold, note), number = turns, next(self._calls)
+        state = self.board.run(
+            0, looks, number, 0, count, each, True, False, *packed(text), note, gives, takes,
+            own, kind, fold,
+        )  # fmt: skip
+        if state:
+            CALLS.begun = number, state
+        return not state
 
 
 def gone(*_: Any) -> NoReturn:
@@ -123,7 +155,8 @@ class Link:
     path: unique among the calls of all groups; number: of the call, 0 for those in callbacks
     board: the memory of the node, if all ranks share one
     room_bytes: most values that can accompany the text; ends: called at the end of the call
-    looks: times that a board is read for each rank before the program yields
+    looks: times that a board is read in vain before the program yields
+    state: of turns that have begun, see begin
     """
 
     def __init__(self, channel: Channel, path: str, tag: int, number: int) -> None:
@@ -132,7 +165,7 @@ class Link:
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
         self.others = channel.others
-        self.tag, self.looks, self._turn = 2 * tag, 1, 0
+        self.tag, self.looks, self.state, self._turns = 2 * tag, 0, 0, 0
         self.ends: list[Callable[[], None]] = []
         if self.board is not None:
             self.room_bytes = VALUES_BYTES
@@ -148,12 +181,13 @@ class Link:
         """Compare the text of a call over the ranks.
 
         inline: this rank's values for all ranks, room_bytes at most
-        take: called with the values of each rank, of which nothing may be kept; not with more than
-            NEAR ranks, whose values need their own messages
+        take: called with the values of each rank, of which nothing may be kept
+        Neither is for the memory of a node, nor for more than NEAR ranks, whose values need their
+        own messages.
         Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
         """
         if self.board is not None:
-            yield from self.turn(((0, inline),), take, text, leaves=True)
+            yield from self.exchange(text, leaves=True)
         elif self.size > NEAR:
             yield from self._agree_in_rounds(packed(text)[0])
         else:
@@ -178,65 +212,68 @@ class Link:
             raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))
         return [memoryview(data)[TEXT_BYTES:] for data in found]
 
-    def turn(
+    def exchange(
         self,
-        given: Iterable[tuple[int, Memory]],
-        take: Take | None,
         text: str,
-        note: bytes = b"",
+        count: int = 1,
+        each: int = VALUES_BYTES,
+        gives: Portions = (),
+        takes: Portions = (),
         *,
+        own: Portions = (),
+        kind: int = 0,
+        fold: Portions = (),
+        take: Callable[[int, list[Memory]], None] | None = None,
+        note: bytes = b"",
+        renewed: Callable[[list[bytes]], int] | None = None,
+        held: object = None,
         leaves: bool = False,
     ) -> Waits:
-        """Exchange values in the memory of the node; in the first turn, compare texts, too.
+        """Exchange values in turns in the memory of the node; first of all, compare texts.
 
-        given: this rank's values, each with the place where it begins
-        take: called with the memory of each rank, in which its values have the same places
-        note: for the other ranks, see notes
-        leaves: whether there are no more turns, so that others may reuse the slot before the end
+        gives, takes, own, fold: portions of memory, see run_exchange in cpu_exchange_calls.h; of
+            each the bytes first to first + each, for first = 0, each, ..., are in a turn
+        take: called in each turn, with first and the memory of each rank, in which the values that
+            it gives have their places
+        note, renewed: the latter is called with the notes of all ranks if these differ, and returns
+            the number of turns
+        held: kept until the end; leaves: whether there are no more turns
         Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
         """
-        board, number, turn = self.board, self._number, self._turn
+        board, number, base = self.board, self._number, self._turns
         assert board is not None, "all ranks are on one node"
-        self._turn = turn + 1
-        others = self.others
-        for rank in others:
-            if not board.is_free(number, turn, rank):
-                yield self._until(board.is_free, turn)
+        words, digest = packed(text)
+        state, self.state = self.state, 0
+        while True:
+            state = board.run(
+                state, self.looks, number, base, count, each, leaves, take is not None,
+                words, digest, note, gives, takes, own, kind, fold,
+            )  # fmt: skip
+            reason, taken = state & (1 << REASON_BITS) - 1, state >> REASON_BITS + AHEAD_BITS
+            if reason == ENDED:
                 break
-        for start, values in given:
-            board.write(number, turn, values, start)
-        if turn == 0:
-            words, digest = packed(text)
-            board.tell(number, words, digest, note)
-        board.post(number, turn)
-        looks = self.looks
-        for rank in others:
-            left = looks
-            while not board.has_come(number, turn, rank):
-                left -= 1
-                if left <= 0:
-                    yield self._until(board.has_come, turn)
-                    break
-            if turn == 0 and board.digest(number, rank) != digest:
-                digest = 0
-        if turn == 0 and (not digest or text.startswith(REFUSED)):
-            raise Mismatch(difference(self._texts(board), self.path))
-        if take is not None:
-            take([board.values(number, turn, rank) for rank in range(self.size)])
-        board.mark(number, LEFT if leaves else turn)
-
-    def notes(self, size: int) -> list[bytes]:
-        """Return the notes of all ranks, each of that size, during a call's first turn."""
-        assert self.board is not None, "all ranks are on one node"
-        return [self.board.note(self._number, rank, size) for rank in range(self.size)]
+            if reason == UNLIKE_TEXT:
+                texts = [board.text(number, rank) for rank in range(self.size)]
+                texts[self.rank] = words  # that of the board may be of a later call
+                raise Mismatch(difference(texts, self.path))
+            if reason == UNLIKE_NOTES:
+                assert renewed is not None, "notes can differ"
+                notes = [board.note(number, rank, len(note)) for rank in range(self.size)]
+                notes[self.rank] = note
+                count = renewed(notes)
+            elif reason == TAKES:
+                assert take is not None, "turns end for it"
+                found = [board.values(number, base + taken, rank) for rank in range(self.size)]
+                take(taken * each, found)
+            else:
+                happened = board.has_come if reason == AWAITS else board.is_free
+                yield self._until(happened, base + taken)
+        self._turns += count
 
     def _until(self, happened: Callable[[int, int, int], bool], turn: int) -> Step:
         """Return a step that waits until a condition of the board is true for all other ranks."""
         number, others = self._number, self.others
         return Step([Until(partial(happened, number, turn, each)) for each in others], others)
-
-    def _texts(self, board: Board) -> list[bytes]:
-        return [board.text(self._number, rank) for rank in range(self.size)]
 
     def _agree_in_rounds(self, words: bytes) -> Waits:
         """Compare the largest and smallest digests, over twice as many ranks in each round.
@@ -288,12 +325,22 @@ class Moves(Step):
             self.ranks += [rank] * len(requests)
 
 
+def portions(given: Iterable[tuple[int, int, Memory]]) -> Portions:
+    """Return portions of memory, each given as a rank, the start in its place, and the memory."""
+    return tuple(
+        [n for rank, start, x in given if len(x) for n in (rank, start, x.address, len(x))]
+    )
+
+
 @lru_cache(4096)
 def packed(text: str) -> tuple[bytes, int]:
-    """Return a call's text as TEXT_BYTES bytes, and a number, which differ if the texts do."""
+    """Return a call's text as TEXT_BYTES bytes, and a number, which differ if the texts do.
+
+    The number is 0 for a call that is refused.
+    """
     data = text.encode()
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-    number = int.from_bytes(digest[:7], "little") + 1  # not 0
+    number = 0 if text.startswith(REFUSED) else int.from_bytes(digest[:7], "little") + 1
     return data[: TEXT_BYTES - DIGEST_BYTES].ljust(
         TEXT_BYTES - DIGEST_BYTES, b"\0"
     ) + digest, number

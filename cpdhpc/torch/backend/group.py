@@ -15,15 +15,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from ...errors import UserError
-from . import NAME, forms, programs
+from . import NAME, forms, programs, quick
 from .channel import REFUSED, Channel, Link
 from .forms import Form
 from .host import Hosted, overlap
 from .programs import Tensor
-from .progress import NOTHING, Ended, Operation, Step, Waits, engine, untraced
+from .progress import CALLS, NOTHING, Operation, Step, Waits, engine, untraced
+from .quick import Quick, described, listed
 from .reductions import premultiplied, reduction_of
 
 Method = Callable[..., Any]
+Started = Any  # an Operation; None if it has ended and its caller would have waited
 PROFILER = (
     "_profiler_enabled",
     "_record_function_with_args_enter",
@@ -31,26 +33,8 @@ PROFILER = (
 )
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
 
-LOOKS = 100  # times that a board is read in a call that the program waits for
+LOOKS = 1000  # times that a board is read in vain in a call that the program waits for
 SETTLE_S = 30.0  # for unfinished calls when their group is destroyed
-
-
-@lru_cache(4096)
-def worded(call: str, dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return the text of a call with a tensor of a dtype and shape."""
-    return f"{call}{str(dtype)[6:]}{list(shape)}"
-
-
-def described(tensor: Tensor, call: str = "") -> str:
-    """Return the text of a call with a tensor."""
-    return worded(call, tensor.dtype, tensor.shape)
-
-
-def listed(tensors: Sequence[Tensor], call: str = "") -> str:
-    """Return the text of a call with tensors."""
-    if len(tensors) == 1:
-        return described(tensors[0], call)
-    return call + ", ".join(map(described, tensors))
 
 
 @lru_cache(1024)
@@ -124,6 +108,24 @@ def by_device(form: Form | None = None) -> Callable[[Method], Method]:
                 other = group.other(first.device)
                 if other is not None:
                     return getattr(other, method.__name__)(*arguments, **named)
+            return method(group, *arguments, **named)
+
+        return call
+
+    return decorate
+
+
+def at_once(prepare: Callable[..., Quick | None]) -> Callable[[Method], Method]:
+    """Make a call of a method in one exchange if it is of a usual kind; see quick.py."""
+
+    def decorate(method: Method) -> Method:
+        @untraced
+        @wraps(method)
+        def call(group: MpiGroup, *arguments: Any, **named: Any) -> Any:
+            if not named and arguments and group.is_quick(arguments[-1]):
+                found = prepare(group.channel, *arguments)
+                if found is not None and group.channel.begin(LOOKS, *found):
+                    return None
             return method(group, *arguments, **named)
 
         return call
@@ -233,6 +235,17 @@ class MpiGroup(ProcessGroup):
 
     # Operations
 
+    def is_quick(self, opts: Any) -> bool:
+        """Whether a call can be made in one exchange, unless its tensors forbid it."""
+        return not (
+            getattr(opts, "asyncOp", True)
+            or self.channel.board is None
+            or self.wires is not None
+            or self._engine.forked
+            or CALLS.path
+            or PROFILING()
+        )
+
     def _start(
         self,
         title: str,
@@ -243,8 +256,11 @@ class MpiGroup(ProcessGroup):
         opts: Any = None,
         path: str = "",
         ends: list[Callable[[], None]] | None = None,
-    ) -> Operation | Ended:
-        """Begin an operation; the thread advances it unless the caller will wait, as opts say."""
+    ) -> Started:
+        """Begin an operation; the thread advances it unless the caller will wait, as opts say.
+
+        Returns None if it has ended and the caller would have waited: torch's functions allow that.
+        """
         if self._engine.forked:
             raise RuntimeError(
                 f"{call}: this process was made by fork: only the one that started MPI may call"
@@ -258,7 +274,7 @@ class MpiGroup(ProcessGroup):
         elif waits and not torch.is_inference_mode_enabled():
             first = first_step(program, ends)
             if first is None:
-                return Ended(path, result)
+                return None
             step = first
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else 0.0
@@ -284,7 +300,7 @@ class MpiGroup(ProcessGroup):
         tensors: Sequence[Tensor],
         result: Any,
         opts: Any,
-    ) -> Operation | Ended:
+    ) -> Started:
         """Begin a collective call; make: returns its text and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
@@ -318,8 +334,9 @@ class MpiGroup(ProcessGroup):
         each = zip(xs, outs, strict=True)
         return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
 
+    @at_once(quick.all_reduce)
     @by_device(forms.ALL_REDUCE)
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation | Ended:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """Reduce tensors in place."""
         sparse = bool(tensors) and tensors[0].is_sparse
         return self._collective(
@@ -354,7 +371,7 @@ class MpiGroup(ProcessGroup):
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
     @by_device(forms.REDUCE)
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Started:
         """Reduce a tensor into the root's."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -367,8 +384,9 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("reduce", make, tensors, tensors, opts)
 
+    @at_once(quick.broadcast)
     @by_device(forms.BROADCAST)
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Started:
         """Send the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -381,7 +399,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.ALL_GATHER)
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank's tensors to all, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -398,7 +416,7 @@ class MpiGroup(ProcessGroup):
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank's tensors to all; output_lists: a list for each rank."""
         by_input = output_lists
         if {len(each) for each in output_lists} != {self.channel.size}:
@@ -408,7 +426,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank's tensors to all, concatenated in the order of ranks."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -429,9 +447,8 @@ class MpiGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> Operation | Ended:
+    @at_once(quick.all_gather)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Started:
         """Send each rank's tensor to all, concatenated in the order of ranks."""
         title = "_all_gather_base"
         return self.all_gather_single_coalesced([output], [input], opts, title)
@@ -441,7 +458,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation | Ended:
+    ) -> Started:
         """Reduce tensors; each rank gets its equal share."""
         opts = opts or distributed.ReduceScatterOptions()
 
@@ -463,19 +480,18 @@ class MpiGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> Operation | Ended:
+    @at_once(quick.reduce_scatter)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Started:
         """Reduce a tensor; each rank gets its equal share."""
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
+    _reduce_scatter_base = reduce_scatter_single
 
     @by_device(forms.REDUCE_SCATTER)
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
-    ) -> Operation | Ended:
+    ) -> Started:
         """Reduce lists of tensors; each rank gets its own one."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -494,7 +510,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.GATHER)
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send all ranks' tensors to the root."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -511,7 +527,7 @@ class MpiGroup(ProcessGroup):
         return self._collective("gather", make, input_tensors, output_tensors, opts)
 
     @by_device()
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Operation | Ended:
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Started:
         """Send all ranks' tensors to the root, concatenated in the order of ranks."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -528,7 +544,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.SCATTER)
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank one of the root's tensors."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -547,7 +563,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank its own tensor, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -564,6 +580,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
+    @at_once(quick.all_to_all)
     @by_device()
     def all_to_all_single(
         self,
@@ -572,7 +589,7 @@ class MpiGroup(ProcessGroup):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Operation | Ended:
+    ) -> Started:
         """Send each rank its rows of a tensor."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -592,11 +609,11 @@ class MpiGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     @untraced
-    def barrier(self, opts: Any = None) -> Operation | Ended:
+    def barrier(self, opts: Any = None) -> Started:
         """Wait for all ranks."""
         return self.meeting("barrier", opts)
 
-    def meeting(self, call: str, opts: Any = None) -> Operation | Ended:
+    def meeting(self, call: str, opts: Any = None) -> Started:
         """Wait for all ranks to make a call of this name."""
 
         def make(link: Link, _: Hosted) -> tuple[str, Waits]:
@@ -616,7 +633,7 @@ class MpiGroup(ProcessGroup):
     # Messages between two ranks
 
     @by_device()
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation | Ended:
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Started:
         """Send a tensor to a rank."""
         call = f"send to rank {dst_rank} {listed(tensors)}"
         channel, mine = self.channel, 2 * self._checked(tag) + 1
@@ -629,18 +646,16 @@ class MpiGroup(ProcessGroup):
         return self._start("send", call, program(), tensors, tensors)
 
     @by_device()
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation | Ended:
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Started:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, src_rank, tag)
 
     @by_device()
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation | Ended:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Started:
         """Receive a tensor from any rank."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
 
-    def _receive(
-        self, title: str, tensors: list[Tensor], source: int, tag: int
-    ) -> Operation | Ended:
+    def _receive(self, title: str, tensors: list[Tensor], source: int, tag: int) -> Started:
         who = f"rank {source}" if source >= 0 else "any rank"
         call = f"recv from {who} {listed(tensors)}"
         hosted, mine = Hosted(), 2 * self._checked(tag) + 1

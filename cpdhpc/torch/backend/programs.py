@@ -17,7 +17,18 @@ from typing import Any
 import torch
 
 from .board import VALUES_BYTES, move
-from .channel import INLINE_BYTES, NEAR, Channel, Link, Memory, Mismatch, Moves, cut
+from .channel import (
+    INLINE_BYTES,
+    NEAR,
+    Channel,
+    Link,
+    Memory,
+    Mismatch,
+    Moves,
+    Portions,
+    cut,
+    portions,
+)
 from .progress import Step, Waits
 from .reductions import Reduction
 
@@ -73,9 +84,9 @@ def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(i * each, count), min((i + 1) * each, count)) for i in range(ranks)]
 
 
-def folded(size_bytes: int, link: Link) -> bool:
+def folded(size_bytes: int, ranks: int, room_bytes: int) -> bool:
     """Whether values accompany the text of their call, and each rank reduces all of them."""
-    return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
+    return size_bytes <= room_bytes and size_bytes * (ranks - 1) <= WHOLE_BYTES
 
 
 def fold_found(
@@ -99,34 +110,57 @@ def fold_found(
         reduction.fold(operands, out)
 
 
-def in_turns(
+def turns(longest: int, each: int) -> int:
+    """Return the number of turns of each bytes, of which there is at least one."""
+    return max(1, -(-longest // each))
+
+
+def part_bytes(ranks: int, longest: int = VALUES_BYTES) -> int:
+    """Return the room of each rank in a turn, whole elements of any dtype."""
+    return min(VALUES_BYTES // ranks // ALIGN, max(1, -(-longest // ALIGN))) * ALIGN
+
+
+def reduce_on_board(
     link: Link,
     text: str,
-    given: Sequence[Memory],
+    reduction: Reduction,
+    mine: Tensor,
+    out: Tensor | None,
+    gives: Portions,
     each: int,
     longest: int,
-    take: Callable[[int, list[Memory]], None],
+    *,
+    start: int = 0,
+    takes: Portions = (),
 ) -> Waits:
-    """Exchange values in the memory of the node, in turns, of which there is at least one.
+    """Reduce mine, and the values that others have at start in their places, into out.
 
-    given: this rank's values for each of the others, or one for all; their bytes first to
-        first + each, for first = 0, each, 2 each, ..., are in a turn, at each times their number
-    longest: the largest size in bytes, the same on all ranks
-    take: called in each turn, with first and what link.turn passes
+    out: None: other ranks only read what this one gives; longest: the largest size, on all ranks
+    Other arguments: see Link.exchange.
     """
-    for first in range(0, max(1, longest), each):
-        part = [(i * each, x[first : first + each]) for i, x in enumerate(given) if len(x) > first]
-        yield from link.turn(part, partial(take, first), text)
+    count, item, size, kind = turns(longest, each), mine.element_size(), mine.nbytes, reduction.kind
+    if out is None:
+        yield from link.exchange(text, count, each, gives, takes, held=mine)
+    elif kind is None:
+
+        def take(first: int, found: Sequence[Memory]) -> None:
+            part = slice(first // item, (first + each) // item)
+            fold_found(link, mine[part], reduction, out[part], found, start)
+
+        yield from link.exchange(text, count, each, gives, takes, take=take)
+    else:
+        fold = (0, start, mine.data_ptr(), size, 0, 0, out.data_ptr(), size)
+        yield from link.exchange(
+            text, count, each, gives, takes, kind=kind, fold=fold, held=(mine, out)
+        )
+        reduction.finish(out)
 
 
-def copy_from(
-    outs: Sequence[Memory], start: int, each: int, first: int, found: Sequence[Memory]
-) -> None:
-    """Copy what a turn has brought from each rank, at start, to its out; see in_turns."""
+def copy_from(outs: Sequence[Memory], found: Sequence[Memory]) -> None:
+    """Copy what each rank has sent to its out."""
     for out, values in zip(outs, found, strict=True):
-        if len(out) > first:
-            part = out[first : first + each]
-            move(values[start : start + len(part)], part)
+        if len(out):
+            move(values[: len(out)], out)
 
 
 def one_by_one(given: Sequence[Waits]) -> Waits:
@@ -146,12 +180,12 @@ def all_reduce(
     """Reduce flat tensors in place."""
     if link.board is not None:
         for x, reduction in zip(xs, reductions, strict=True):
-            if link.size == 2 or folded(x.nbytes, link):
-                yield from _fold_in_turns(link, text, x, reduction, x)
+            if link.size == 2 or folded(x.nbytes, link.size, link.room_bytes):
+                yield from _reduce_all(link, text, x, reduction, x)
             else:
                 yield from _reduce_in_turns(link, text, x, reduction)
         return
-    if len(xs) == 1 and folded(xs[0].nbytes, link):
+    if len(xs) == 1 and folded(xs[0].nbytes, link.size, link.room_bytes):
         (x,), (reduction,) = xs, reductions
         take = partial(fold_found, link, x, reduction, x)
         yield from link.agree(text, link.memory(x), take)
@@ -164,24 +198,13 @@ def all_reduce(
             yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
 
 
-def _fold_in_turns(
+def _reduce_all(
     link: Link, text: str, x: Tensor, reduction: Reduction, out: Tensor | None
 ) -> Waits:
     """Reduce all values of a tensor into out, in the memory of the node; None: give them only."""
-    item, size = x.element_size(), x.nbytes
-
-    def take(first: int, found: Sequence[Memory]) -> None:
-        if out is not None:
-            part = slice(first // item, (first + VALUES_BYTES) // item)
-            mine, into = (x, out) if size <= VALUES_BYTES else (x[part], out[part])
-            fold_found(link, mine, reduction, into, found)
-
-    yield from in_turns(link, text, [link.memory(x)], VALUES_BYTES, size, take)
-
-
-def part_bytes(link: Link) -> int:
-    """Return the room of each rank in a turn, whole elements of any dtype."""
-    return VALUES_BYTES // link.size // ALIGN * ALIGN
+    gives, size = portions([(0, 0, link.memory(x))]), x.nbytes
+    given = link, text, reduction, x, out, gives, VALUES_BYTES, size
+    yield from reduce_on_board(*given)
 
 
 def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
@@ -190,29 +213,25 @@ def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> 
     In a turn a rank gives a piece of each other rank's chunk, and the sums of its own chunk's
     previous piece.
     """
-    rank, item, room = link.rank, x.element_size(), part_bytes(link)
+    rank, item, room = link.rank, x.element_size(), part_bytes(link.size)
     bounds, each, memory = chunks(x.numel(), link.size), room // item, link.memory(x)
 
-    def piece(of: int, number: int) -> tuple[int, int]:
-        """Return the first element of a chunk's piece, and the one after its last."""
+    def piece(of: int, number: int) -> slice:
+        """Return the elements of a chunk's piece; of none before the first."""
         first, last = bounds[of]
-        return min(first + number * each, last), min(first + (number + 1) * each, last)
+        start = min(first + number * each, last)
+        return slice(start, min(start + each, last)) if number >= 0 else slice(first, first)
 
-    def take(number: int, found: Sequence[Memory]) -> None:
-        """Add a piece of this rank's chunk, and copy the others' previous sums."""
-        start, stop = piece(rank, number)
-        fold_found(link, x[start:stop], reduction, x[start:stop], found, rank * room)
-        for other in link.others if number else ():
-            start, stop = piece(other, number - 1)
-            size = (stop - start) * item
-            move(found[other][other * room :][:size], memory[start * item : stop * item])
+    def placed(of: int, number: int) -> tuple[int, int, Memory]:
+        part = piece(of, number)
+        return of, of * room, memory[part.start * item : part.stop * item]
 
     for number in range(-(-bounds[0][1] // each) + 1):
-        given = [(other, *piece(other, number)) for other in link.others]
-        if number:
-            given.append((rank, *piece(rank, number - 1)))
-        parts = [(r * room, memory[a * item : b * item]) for r, a, b in given if a < b]
-        yield from link.turn(parts, partial(take, number), text)
+        gives = [placed(other, number) for other in link.others] + [placed(rank, number - 1)]
+        takes = portions([placed(other, number - 1) for other in link.others])
+        own = x[piece(rank, number)]
+        given = link, text, reduction, own, own, portions(gives), room, room
+        yield from reduce_on_board(*given, start=rank * room, takes=takes)
 
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
@@ -331,7 +350,7 @@ def reduce_scatter(
     reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank gets its equal share of the result."""
-    if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link):
+    if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link.size, link.room_bytes):
         parts = ins[0].tensor_split(link.size)
         found = yield from link.agree_by_messages(text, [link.memory(part) for part in parts])
         fold_found(link, parts[link.rank], reductions[0], outs[0], found)
@@ -356,17 +375,14 @@ def _scatter_sums(
     if link.board is None:
         yield from _reduce_chunks(link, x, bounds, reduction, None, out)
         return
-    item, room, memory = x.element_size(), part_bytes(link), link.memory(x)
-    given = [memory[a * item : b * item] for a, b in bounds]
-    own = x[slice(*bounds[link.rank])]
-    given[link.rank] = memory[:0]
-
-    def take(first: int, found: Sequence[Memory]) -> None:
-        part = slice(first // item, (first + room) // item)
-        fold_found(link, own[part], reduction, out[part], found, link.rank * room)
-
+    item, memory, rank = x.element_size(), link.memory(x), link.rank
     longest = item * max([b - a for a, b in bounds])
-    yield from in_turns(link, text, given, room, longest, take)
+    room = part_bytes(link.size, longest)
+    given = [(to, to * room, memory[a * item : b * item]) for to, (a, b) in enumerate(bounds)]
+    del given[rank]
+    own = x[slice(*bounds[rank])]
+    to = link, text, reduction, own, out, portions(given), room, longest
+    yield from reduce_on_board(*to, start=rank * room)
 
 
 def reduce_scatter_uneven(
@@ -388,10 +404,12 @@ def one_for_all(
     outs: by rank, where its values arrive, or nothing; longest: the largest size, on all ranks
     """
     if link.board is None:
-        yield from link.agree(text, given, partial(copy_from, outs, 0, INLINE_BYTES, 0))
-    else:
-        take = partial(copy_from, outs, 0, VALUES_BYTES)
-        yield from in_turns(link, text, [given], VALUES_BYTES, longest, take)
+        yield from link.agree(text, given, partial(copy_from, outs))
+        return
+    own = portions([(0, 0, given), (0, 0, outs[link.rank])]) if len(outs[link.rank]) else ()
+    takes = portions([(rank, 0, outs[rank]) for rank in link.others])
+    count, gives = turns(longest, VALUES_BYTES), portions([(0, 0, given)])
+    yield from link.exchange(text, count, VALUES_BYTES, gives, takes, own=own)
 
 
 def all_gather(
@@ -506,9 +524,9 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor into the root's out; no other tensor is changed."""
     if link.board is not None:
-        yield from _fold_in_turns(link, text, x, reduction, out if link.rank == root else None)
+        yield from _reduce_all(link, text, x, reduction, out if link.rank == root else None)
         return
-    if folded(x.nbytes, link):
+    if folded(x.nbytes, link.size, link.room_bytes):
         take = partial(fold_found, link, x, reduction, out) if link.rank == root else None
         yield from link.agree(text, NOTHING if link.rank == root else link.memory(x), take)
         return
@@ -552,11 +570,10 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
     given = [link.memory(x) for x in xs] if is_root else [NOTHING] * link.size
     own, given[root] = given[root], NOTHING
     if link.board is not None and len(into) <= TURNS_BYTES:
-        outs, room = [NOTHING] * link.size, part_bytes(link)
-        if not is_root:
-            outs[root] = into
-        take = partial(copy_from, outs, link.rank * room, room)
-        yield from in_turns(link, text, given, room, len(into), take)
+        room = part_bytes(link.size, len(into))
+        gives = portions([(to, to * room, x) for to, x in enumerate(given)])
+        takes = () if is_root else portions([(root, link.rank * room, into)])
+        yield from link.exchange(text, turns(len(into), room), room, gives, takes)
     else:
         yield from link.agree(text)
         moves = link.step()
@@ -610,22 +627,22 @@ def _all_to_all_in_turns(
 
     The first turn tells the sizes of all parts.
     """
-    room = part_bytes(link)
-    start, longest, first = link.rank * room, 1, 0
+    room, longest = part_bytes(link.size), max(map(len, (*outs, *ins)))
 
-    def take(found: Sequence[Memory]) -> None:
+    def count() -> int:
+        return turns(longest, room) if longest <= TURNS_BYTES else 1
+
+    def recount(found: Sequence[bytes]) -> int:
+        """Return the number of turns, given the sizes of all parts."""
         nonlocal longest
-        if first == 0:
-            longest = check_sizes(text, link.notes(len(sizes)))
-        copy_from(outs, start, room, first, found)
+        longest = check_sizes(text, found)
+        return count()
 
-    while first < longest:
-        if first and longest > TURNS_BYTES:
-            yield from exchanged(link, [[x[first:]] for x in outs], [[x[first:]] for x in ins])
-            return
-        part = [(i * room, x[first : first + room]) for i, x in enumerate(ins) if len(x) > first]
-        yield from link.turn(part, take, text, sizes)
-        first += room
+    gives = portions([(to, to * room, x) for to, x in enumerate(ins)])
+    takes = portions([(rank, link.rank * room, out) for rank, out in enumerate(outs)])
+    yield from link.exchange(text, count(), room, gives, takes, note=sizes, renewed=recount)
+    if longest > TURNS_BYTES:
+        yield from exchanged(link, [[x[room:]] for x in outs], [[x[room:]] for x in ins])
 
 
 def check_sizes(text: str, told: Sequence[bytes]) -> int:

@@ -69,10 +69,12 @@ class Calls(threading.local):
 
     Threads of different ranks run callbacks at different times, so calls in them are matched by
     path instead of order. The path is empty outside callbacks.
+    begun: the number and state of a call of this thread that continues in its general form
     """
 
     path = ""
     made = 0
+    begun: tuple[int, int] | None = None
 
     @contextmanager
     def within(self, path: str) -> Iterator[None]:
@@ -133,36 +135,6 @@ def untraced(function: F) -> F:
     skip = tracer._FrameAction.SKIP
     tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
     return function
-
-
-class Ended(Work):
-    """The Work of a call that has already ended, without error."""
-
-    def __init__(self, path: str, result: Any) -> None:
-        super().__init__()
-        self._path, self._result = path, result
-
-    @untraced
-    def wait(self, _: timedelta = NO_TIMEOUT) -> bool:
-        """Return True."""
-        return True
-
-    is_completed = is_success = wait
-
-    def exception(self) -> None:
-        """Return None."""
-
-    synchronize = exception
-
-    def result(self) -> Any:
-        """Return the tensors of the call."""
-        return self._result
-
-    def get_future(self) -> Any:
-        """Return a future of the tensors."""
-        future = CallFuture(self._path)
-        future.set_result(self._result)
-        return future
 
 
 class Operation(Work):

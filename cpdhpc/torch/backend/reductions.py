@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
+from ...ops.moves import ADDED
+
 Fold = Callable[..., torch.Tensor]
 Op: Any = ReduceOp.RedOpType  # torch's type stubs lack some of them
 
@@ -43,6 +45,7 @@ SCALED = (Op.AVG, Op.PREMUL_SUM)
 class Reduction:
     """A reduction of one dtype over a number of ranks.
 
+    kind: number of the compiled addition, of which finish makes the result; None if there is none
     Values narrower than float32 are reduced in float32 and rounded once, at the end.
     Raises TypeError if the dtype has no such reduction.
     """
@@ -61,6 +64,9 @@ class Reduction:
             self._fold = torch.logical_or if self._fold is torch.add else torch.logical_and
         self._narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
         self._ufunc = UFUNCS[self._fold] if dtype in UNSIGNED else None
+        adds = self._fold is torch.add and not self._narrow
+        divides = self._mean and dtype in UNSIGNED  # torch does not
+        self.kind = ADDED.get(str(dtype)[6:]) if adds and not divides else None
 
     def fold(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce operands, in their order, into out, which may be one of them.
@@ -93,6 +99,11 @@ class Reduction:
             fold(total, last, out=out)
         if self._mean:
             self._scaled(out)
+
+    def finish(self, total: torch.Tensor) -> None:
+        """Make the result of a sum, in place."""
+        if self._mean:
+            self._scaled(total)
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
         """Return a sum, divided in place if a mean is wanted."""
