@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import cupy
@@ -21,7 +23,7 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from . import cpu
+from . import composed, cpu
 from .common import (
     MAGNITUDE,
     Term,
@@ -56,6 +58,7 @@ from .two_scales import ELEMENT, SCALE
 Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
+_OPS = sys.modules[__name__]
 _ROWS, _COLUMNS = 8, 16  # of a block's outputs of a matrix product
 _COUNTING_BLOCKS = 512  # at most: each warp adds its table of counts to the result at its end
 
@@ -529,7 +532,7 @@ def square_sum(x: Array, center: float = 0.0) -> float:
 def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array) -> int:
     """Write x times its runs' numbers into out; see ops.reference."""
     _runs("multiply_runs", x, each, ends, out)
-    return _largest(out)
+    return largest_bits(out)
 
 
 def divide_runs(
@@ -540,17 +543,6 @@ def divide_runs(
         _runs("cut_runs", x, limits.view(np.uint32), ends, out)
         x = out
     _runs("divide_runs", x, each, ends, out)
-
-
-def divide_all(x: Array, divisor: float, out: Array) -> int:
-    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
-    divide(x, np.float32(divisor), out)
-    return _largest(out)
-
-
-def _largest(x: Array) -> int:
-    """Return the bits of the largest magnitude of float32[n]. Waits for it."""
-    return int(to_host(amax_tiles(x.reshape(-1))).max(initial=0))
 
 
 def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array) -> None:
@@ -590,68 +582,6 @@ def accumulate(
     return int(to_host(amax).max(initial=0))
 
 
-def accumulate_largest(
-    x: Array,
-    kept: Array,
-    out: Array,
-    k: int,
-    *,
-    factor: float = 1.0,
-    more: Array | None = None,
-    total: Array | None = None,
-) -> tuple[Array, Array]:
-    """Return the k largest of what accumulate writes last: uint32[k], ascending, float32[k]."""
-    check_rank("accumulate_largest", k, x.size, 0)
-    accumulate(x, kept, out, factor=factor, more=more, total=total)
-    last = out if total is None else total
-    found = select_magnitude(last, k)
-    return found, gather(last, found)
-
-
-def accumulate_above(
-    x: Array, kept: Array, out: Array, threshold: float, less: float = 0.0
-) -> tuple[int, Array, Array]:
-    """Return what accumulate returns, and what it writes above a threshold; see ops.reference."""
-    most = accumulate(x, kept, out)
-    found = select_above(out, threshold)
-    values = gather(out, found)
-    if less:
-        signs = ~values.view(np.uint32) & ~MAGNITUDE
-        scatter_add(out, found, (signs | np.float32(less).view(np.uint32)).view(np.float32))
-    return most, found, values
-
-
-def accumulate_taking(x: Array, kept: Array, out: Array, marks: Array) -> tuple[int, Array]:
-    """Return what accumulate returns, and what it writes at marked places, which become 0."""
-    most = accumulate(x, kept, out)
-    return most, take(out, unpack_bitmap(marks))
-
-
-def accumulate_chunks(
-    x: Array, kept: Array, out: Array, chunk_values: int
-) -> tuple[int, HostArray]:
-    """Return what accumulate returns, and chunk_leaders of what it writes."""
-    most = accumulate(x, kept, out)
-    return most, chunk_leaders(out, chunk_values)
-
-
-def take(x: Array, indices: Array) -> Array:
-    """Return x[indices], which become 0: float32[n], uint32[m] to float32[m]."""
-    values = gather(x, indices)
-    clear(x, indices)
-    return values
-
-
-def mean_places(
-    indices: Sequence[Array], values: Sequence[Array], divisor: float, out: Array
-) -> int:
-    """Write the sum of several sparse arrays over divisor into out; see ops.reference. Waits."""
-    clear_all(out)
-    for each, own in zip(indices, values, strict=True):
-        scatter_add(out, each, own)
-    return divide_all(out, divisor, out)
-
-
 def encode_bins(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[HostArray, HostArray]:
@@ -667,25 +597,9 @@ def encode_bins(
     return to_host(highest).view(np.float32), codes
 
 
-def mean_bins(
-    bin_values: int,
-    codes: Sequence[HostArray],
-    scales: Sequence[float],
-    out: Array,
-    divisor: float,
-    rests: Sequence[Array] = (),
-    first: int = 0,
-) -> tuple[int, HostArray]:
-    """Write the mean of codes of encode_bins into out; see ops.reference. Waits."""
-    clear_all(out)
-    counts = np.zeros(len(codes), np.int64)
-    for rank, (own, scale) in enumerate(zip(codes, scales, strict=True)):
-        indices, values = map(cupy.asarray, cpu.unpack_bins(bin_values, own, scale, 0))
-        scatter_add(out, indices, values)
-        if 0 <= rank - first < len(rests):
-            scatter_add(rests[rank - first], indices, multiply(values, np.float32(-1)))
-        counts[rank] = indices.size
-    return divide_all(out, divisor, out), counts
+def unpack_bins(bin_values: int, codes: HostArray, scale: float, first: int) -> list[Array]:
+    """Return the indices, from first on, and the values, scale or -scale, of codes of pack_bins."""
+    return [*map(cupy.asarray, cpu.unpack_bins(bin_values, codes, scale, first))]
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
@@ -697,6 +611,11 @@ def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
     sizes = (np.int64(x.size), np.int64(chunk_values), np.int64(chunks))
     launch("chunk_leaders", warp_blocks(chunks), x, *sizes, places)
     return to_host(places)
+
+
+def largest_bits(x: Array) -> int:
+    """Return the bits of the largest magnitude of float32[n]. Waits for it."""
+    return int(to_host(amax_tiles(x.reshape(-1))).max(initial=0))
 
 
 def encode_signs(
@@ -730,32 +649,7 @@ def decode_signs(
         numbers = (cupy.asarray(pair), np.int64(out.shape[1]), np.int64(out.size))
         launch("add_signs", element_blocks(out.size), cupy.asarray(sign), *numbers, out)
     divide(out, np.float32(divisor), out)
-    return _largest(out)
-
-
-def encode_runs(
-    x: Array,
-    each: HostArray,
-    ends: HostArray,
-    factor: float,
-    cast: Cast,
-    shift: int,
-    payload: Array,
-    *,
-    trits: bool = False,
-    key: Key = (0, 0),
-) -> None:
-    """Encode x over its runs' numbers, times factor, into payload; see ops.reference."""
-    scaled = cupy.empty(x.shape, np.float32)
-    divide_runs(x, each, ends, scaled)
-    if factor != 1:
-        multiply(scaled, np.float32(factor), scaled)
-    shifts = cupy.full_like(x, shift, np.uint8, shape=(tiles(x.size),))
-    size = packed_bytes(x.size, cast.fmt.bits)
-    words = cupy.empty(size, np.uint8) if trits else payload
-    encode_tiles(scaled, cast, words, shifts, key=key)
-    if trits:
-        pack_trits(words, payload)
+    return largest_bits(out)
 
 
 def mean_runs(
@@ -782,18 +676,7 @@ def mean_runs(
         _runs("multiply_runs", term, numbers, ends, term)
         add(out, term, out)
     divide(out, np.float32(len(payloads)), out)
-    return _largest(out)
-
-
-def clear_all(out: Array) -> None:
-    """Write zeros into out, float32[n]."""
-    out[...] = 0
-
-
-def put_marked(out: Array, marks: Array, values: Array) -> None:
-    """Write values to marked places, and zeros to the others: float32[n], words, float32[m]."""
-    clear_all(out)
-    put(out, unpack_bitmap(marks), values)
+    return largest_bits(out)
 
 
 def put(out: Array, indices: Array, values: Array) -> None:
@@ -813,7 +696,7 @@ def outer(firsts: Array, seconds: Array, out: Array) -> int:
     sizes = (np.int64(n), np.int64(columns))
     count = np.int64(len(firsts))
     launch("outer", element_blocks(out.size), out, *sizes, firsts, seconds, count)
-    return _largest(out)
+    return largest_bits(out)
 
 
 def row_products(m: Array, rows: Array) -> Array:
@@ -879,3 +762,16 @@ def _check_two_scales(words: Array, scales: Array, scale: Array, n: int) -> None
     check_words("words", words, nvfp4_blocks(n) * NVFP4_BLOCK // 2)
     check("scales", scales, np.uint8, nvfp4_blocks(n))
     check("scale", scale, np.float32, 1)
+
+
+clear_all = composed.clear_all
+divide_all = partial(composed.divide_all, _OPS)
+accumulate_largest = partial(composed.accumulate_largest, _OPS)
+accumulate_above = partial(composed.accumulate_above, _OPS)
+accumulate_taking = partial(composed.accumulate_taking, _OPS)
+accumulate_chunks = partial(composed.accumulate_chunks, _OPS)
+take = partial(composed.take, _OPS)
+put_marked = partial(composed.put_marked, _OPS)
+mean_places = partial(composed.mean_places, _OPS)
+mean_bins = partial(composed.mean_bins, _OPS)
+encode_runs = partial(composed.encode_runs, _OPS)

@@ -29,7 +29,7 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from . import products, tables, two_scales
+from . import composed, products, tables, two_scales
 from .common import MAGNITUDE, Term, check_rank, threshold_bits
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
@@ -37,6 +37,8 @@ from .products import Products
 from .steps import step_layers as step_layers
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_OPS = sys.modules[__name__]
+multiply, divide = np.multiply, np.divide
 
 
 def random31(key: Key, index: Array) -> Array:
@@ -455,58 +457,7 @@ def accumulate(
     np.add(x, kept if factor == 1 else np.float32(factor) * kept, out=out)
     if more is not None and total is not None:
         np.add(out, more, out=total)
-    return _largest_bits(out if total is None else total)
-
-
-def accumulate_largest(
-    x: Array,
-    kept: Array,
-    out: Array,
-    k: int,
-    *,
-    factor: float = 1.0,
-    more: Array | None = None,
-    total: Array | None = None,
-) -> tuple[Array, Array]:
-    """Return indices and values of the k largest of accumulate's last result, see select_magnitude.
-
-    Returns uint32[k], ascending, and float32[k].
-    """
-    accumulate(x, kept, out, factor=factor, more=more, total=total)
-    last = out if total is None else total
-    found = select_magnitude(last, k)
-    return found, last[found]
-
-
-def accumulate_above(
-    x: Array, kept: Array, out: Array, threshold: float, less: float = 0.0
-) -> tuple[int, Array, Array]:
-    """Return the bits of accumulate, and indices and values of its result above a threshold.
-
-    Then the magnitudes of these are reduced by less in out.
-    Returns the bits, uint32[m], ascending, and float32[m]. See select_above.
-    """
-    most = accumulate(x, kept, out)
-    found = select_above(out, threshold)
-    values = out[found]
-    if less:
-        out[found] -= np.copysign(np.float32(less), values)
-    return most, found, values
-
-
-def accumulate_taking(x: Array, kept: Array, out: Array, marks: Array) -> tuple[int, Array]:
-    """Return the bits of accumulate, and its results at marked places, which become 0 in out.
-
-    marks: uint32[ceil(n / 32)], see pack_bitmap; returns the bits and float32[m]
-    """
-    most = accumulate(x, kept, out)
-    return most, take(out, unpack_bitmap(marks))
-
-
-def accumulate_chunks(x: Array, kept: Array, out: Array, chunk_values: int) -> tuple[int, Array]:
-    """Return the bits of accumulate, and chunk_leaders of its result."""
-    most = accumulate(x, kept, out)
-    return most, chunk_leaders(out, chunk_values)
+    return largest_bits(out if total is None else total)
 
 
 def encode_bins(
@@ -526,33 +477,6 @@ def encode_bins(
     found = (reach >= np.repeat(highest, bin_values)) & (own != 0)
     indices = np.flatnonzero(found).astype(np.uint32)
     return highest.view(np.float32), pack_bins(bin_values, indices, out[indices])
-
-
-def mean_bins(
-    bin_values: int,
-    codes: Sequence[Array],
-    scales: Sequence[float],
-    out: Array,
-    divisor: float,
-    rests: Sequence[Array] = (),
-    first: int = 0,
-) -> tuple[int, Array]:
-    """Write the sum of the values of codes of encode_bins over divisor into out, float32[n].
-
-    codes: uint8[bytes] of each rank, in whose order values, scale or -scale, are added to 0
-    rests: float32[n] of rank first and the next ones, from which their values are subtracted
-    Returns the bits of the largest magnitude, and the number of values of each rank, int64[ranks].
-    Raises ValueError unless the codes are those of such bins.
-    """
-    clear_all(out)
-    counts = np.zeros(len(codes), np.int64)
-    for rank, (own, scale) in enumerate(zip(codes, scales, strict=True)):
-        indices, values = unpack_bins(bin_values, own, scale, 0)
-        scatter_add(out, indices, values)
-        if 0 <= rank - first < len(rests):
-            scatter_add(rests[rank - first], indices, -values)
-        counts[rank] = indices.size
-    return divide_all(out, divisor, out), counts
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:
@@ -602,7 +526,7 @@ def multiply_runs(x: Array, each: Array, ends: Array, out: Array) -> int:
     x: float32[n]; each: float32[runs], of runs that end at ends, int64[runs]
     """
     np.multiply(x, _spread(each, ends, x.size), out=out)
-    return _largest_bits(out)
+    return largest_bits(out)
 
 
 def divide_runs(
@@ -618,17 +542,12 @@ def divide_runs(
     np.divide(x, _spread(each, ends, x.size), out=out)
 
 
-def divide_all(x: Array, divisor: float, out: Array) -> int:
-    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
-    np.divide(x, np.float32(divisor), out=out)
-    return _largest_bits(out)
-
-
 def _spread(each: Array, ends: Array, n: int) -> Array:
     return each[np.searchsorted(ends, np.arange(n), side="right")]
 
 
-def _largest_bits(x: Array) -> int:
+def largest_bits(x: Array) -> int:
+    """Return the float32 bits of the largest magnitude of x."""
     return int((x.view(np.uint32) & MAGNITUDE).max(initial=0))
 
 
@@ -652,7 +571,7 @@ def encode_signs(
     pairs = np.stack(means, axis=1).astype(np.float32)
     if rest is not None:
         np.subtract(total, np.where(positive, pairs[:, 1:], pairs[:, :1]), out=rest)
-    return np.packbits(positive), pairs, _largest_bits(total.reshape(-1))
+    return np.packbits(positive), pairs, largest_bits(total.reshape(-1))
 
 
 def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
@@ -666,7 +585,7 @@ def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, div
         positive = np.unpackbits(sign, count=out.size).reshape(out.shape).astype(bool)
         out += np.where(positive, pair[:, 1:], pair[:, :1])
     out /= np.float32(divisor)
-    return _largest_bits(out.reshape(-1))
+    return largest_bits(out.reshape(-1))
 
 
 def row_products(m: Array, rows: Array) -> Array:
@@ -707,37 +626,7 @@ def outer(firsts: Array, seconds: Array, out: Array) -> int:
     out[...] = 0
     for column, row in zip(firsts, seconds, strict=True):
         out += column[:, None] * row
-    return _largest_bits(out.reshape(-1))
-
-
-def encode_runs(
-    x: Array,
-    each: Array,
-    ends: Array,
-    factor: float,
-    cast: Cast,
-    shift: int,
-    payload: Array,
-    *,
-    trits: bool = False,
-    key: Key = (0, 0),
-) -> None:
-    """Encode x over its runs' numbers, times factor, into payload; see divide_runs.
-
-    shift: the byte of each tile, as encode_tiles reads it
-    payload: uint8, written: words of encode_tiles, for trits packed by pack_trits
-    """
-    scaled = np.empty_like(x)
-    divide_runs(x, each, ends, scaled)
-    if factor != 1:
-        scaled *= np.float32(factor)
-    words = np.empty(tiles(x.size) * (TILE // 8) * cast.fmt.bits, np.uint8)
-    shifts = np.full(tiles(x.size), shift, np.uint8)
-    encode_tiles(scaled, cast, words, shifts, key=key)
-    if trits:
-        pack_trits(words, payload)
-    else:
-        payload[:] = words
+    return largest_bits(out.reshape(-1))
 
 
 def mean_runs(
@@ -766,7 +655,7 @@ def mean_runs(
         term = np.where(sign == 1, -level, level).astype(np.float32)
         out += term * _spread(numbers, ends, out.size)
     out /= np.float32(len(payloads))
-    return _largest_bits(out)
+    return largest_bits(out)
 
 
 # Sparse operations: selection by magnitude, access by index, bit streams. Magnitudes are compared
@@ -853,32 +742,6 @@ def put(out: Array, indices: Array, values: Array) -> None:
     out[indices] = values
 
 
-def clear_all(out: Array) -> None:
-    """Write zeros into out, float32[n]."""
-    out[...] = 0
-
-
-def take(x: Array, indices: Array) -> Array:
-    """Return x[indices], which become 0: float32[n], uint32[m] to float32[m]."""
-    values = gather(x, indices)
-    clear(x, indices)
-    return values
-
-
-def mean_places(
-    indices: Sequence[Array], values: Sequence[Array], divisor: float, out: Array
-) -> int:
-    """Write the sum of several sparse arrays over divisor into out, float32[n].
-
-    indices, values: uint32[m] and float32[m] of each, added to 0 in their order
-    Returns the bits of the largest magnitude.
-    """
-    clear_all(out)
-    for each, own in zip(indices, values, strict=True):
-        scatter_add(out, each, own)
-    return divide_all(out, divisor, out)
-
-
 def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
     """Return indices and values of the sum of sparse arrays of n values, without zeros.
 
@@ -898,15 +761,6 @@ def pairs_at(marks: Array, indices: Array, values: Array) -> tuple[Array, Array]
     """
     found = np.isin(indices, unpack_bitmap(marks))
     return indices[found], values[found]
-
-
-def put_marked(out: Array, marks: Array, values: Array) -> None:
-    """Write values to the marked places of out, float32[n], and zeros to the others.
-
-    marks: uint32[ceil(n / 32)], see pack_bitmap; values: float32[m], as many as there are bits
-    """
-    clear_all(out)
-    put(out, unpack_bitmap(marks), values)
 
 
 def mark_drawn(key: Array, count: int, n: int) -> Array:
@@ -1035,5 +889,17 @@ def unpack_stream(words: Array, widths: Array, n: int) -> Array:
     return codes
 
 
-encode_two_scales = partial(two_scales.encode, sys.modules[__name__])
-decode_two_scales = partial(two_scales.decode, sys.modules[__name__])
+encode_two_scales = partial(two_scales.encode, _OPS)
+decode_two_scales = partial(two_scales.decode, _OPS)
+
+clear_all = composed.clear_all
+divide_all = partial(composed.divide_all, _OPS)
+accumulate_largest = partial(composed.accumulate_largest, _OPS)
+accumulate_above = partial(composed.accumulate_above, _OPS)
+accumulate_taking = partial(composed.accumulate_taking, _OPS)
+accumulate_chunks = partial(composed.accumulate_chunks, _OPS)
+take = partial(composed.take, _OPS)
+put_marked = partial(composed.put_marked, _OPS)
+mean_places = partial(composed.mean_places, _OPS)
+mean_bins = partial(composed.mean_bins, _OPS)
+encode_runs = partial(composed.encode_runs, _OPS)
