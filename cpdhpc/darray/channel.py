@@ -17,7 +17,7 @@ from ..world import timeline
 from ..world.gpu_messages import Direct, Staged
 from ..world.ranks import Ranks
 from .compiled import Plain, Program
-from .copies import EXCHANGE, NUMPY, Addresses, Array, ArrayBackend, Bytes, Frame, Operation, do
+from .copies import EXCHANGE, NUMPY, Addresses, Array, ArrayBackend, Bytes, Frame, Transfer, do
 from .device import PROGRAMS, DeviceChannel
 from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
 from .windows import Message, RankPieces
@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclass
-class Channel:
+class PlanChannel:
     """Mailboxes, and programs by the strides of arrays.
 
     pieces, stream, name, wire_name: of the plan; like: an array of the backend and dtype
@@ -77,7 +77,7 @@ class Channel:
     stream: int
     name: str
     wire_name: str
-    operation: Operation
+    operation: Transfer
     backend: ArrayBackend
     like: Array
     trail: tuple[int, ...]
@@ -306,7 +306,7 @@ class Kept:
 
     def __init__(self, world: Ranks, name: str) -> None:
         self.world, self.name, self.freed, self.broken = world, name, False, ""
-        self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
+        self.channels: dict[tuple[str, str, tuple[int, ...], bool], PlanChannel] = {}
         self.last: dict[str, Any] = {}
 
     @property

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..ops import moves
 from ..ops.moves import MEMORY, OUT, Move, Side, X, run_moves
-from .copies import NUMPY, Addresses, Bytes, Copy, Frame, Operation, addressed
+from .copies import NUMPY, Addresses, Bytes, Copy, Frame, Transfer, addressed
 from .mailbox import HEAD_BYTES, SLOTS, Inbox, Mailbox, Outbox
 from .windows import Message, RankPieces
 
@@ -40,7 +40,7 @@ def side_of(view: Addresses) -> Side:
 
 
 def ghosts_of(
-    operation: Operation, pieces: RankPieces, x: Addresses, out: Addresses, elements: Sequence[Side]
+    operation: Transfer, pieces: RankPieces, x: Addresses, out: Addresses, elements: Sequence[Side]
 ) -> Frame:
     """Return a frame of ghosts for arrays with the layout of x and out, and for elements."""
     size = x.itemsize
@@ -77,7 +77,7 @@ def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> li
     return rows
 
 
-def inside(operation: Operation, frame: Frame) -> int:
+def inside(operation: Transfer, frame: Frame) -> int:
     """Return the offset in bytes of x in out if x may be the window's owned part; or NOWHERE."""
     pieces, owned = frame.pieces, frame.owned
     if pieces.halo_only or pieces.owned.empty or not pieces.window.contains(pieces.owned):
@@ -123,7 +123,7 @@ class Program:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: Transfer,
         pieces: RankPieces,
         sending: Sending,
         receiving: Receiving,

@@ -338,7 +338,7 @@ def do(copies: Iterable[Copy]) -> None:
 
 
 @dataclass(frozen=True)
-class Operation:
+class Transfer:
     """An exchange or its transpose.
 
     sent, received: the messages of a rank; pack, unpack: the copies for one message of each
@@ -367,9 +367,9 @@ class Operation:
         return Frame(pieces, backend, owned, window, elements)
 
 
-EXCHANGE = Operation(
+EXCHANGE = Transfer(
     "exchange", attrgetter("sends"), attrgetter("recvs"), pack_cells, unpack_cells, show_own, True
 )
-ACCUMULATE = Operation(
+ACCUMULATE = Transfer(
     "accumulate", attrgetter("recvs"), attrgetter("sends"), pack_sums, add_sums, sum_own, False
 )

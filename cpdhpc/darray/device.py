@@ -27,7 +27,7 @@ from ..world.gpu_messages import Direct, Staged
 from ..world.node_memory import ALIGNED_BYTES
 from ..world.ranks import Ranks
 from .compiled import Receiving, Sending, ghost, ghosts_of, side_of
-from .copies import Addresses, Array, Bytes, Copy, Operation
+from .copies import Addresses, Array, Bytes, Copy, Transfer
 from .layout import Box
 from .mailbox import SLOTS
 from .windows import Message, RankPieces
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROGRAMS = 16  # kept by a channel, one for each set of strides
 
 
-class Way:
+class MessageOffsets:
     """Offsets of the messages of one direction, in the buffer of cells and in the encoded buffer.
 
     places: messages, and the offset of the first cell of each
@@ -75,7 +75,7 @@ def _shifts(count: int, wire: Packed) -> int:
     return shift_count(count * TILE, wire.shared)
 
 
-class Room:
+class SlotMemory:
     """GPU memory for the calls of one slot, written and read in turns.
 
     cells, travelling: of those sent and those received; the same if the wire is raw
@@ -84,7 +84,9 @@ class Room:
     done: the event when all launches of the slot have finished with its memory and its tables
     """
 
-    def __init__(self, ways: tuple[Way, Way], raw: bool, streams: Streams) -> None:
+    def __init__(
+        self, ways: tuple[MessageOffsets, MessageOffsets], raw: bool, streams: Streams
+    ) -> None:
         from ..ops import gpu_runtime
 
         self.cells = [gpu_runtime.zeros(way.cells_bytes) for way in ways]
@@ -96,10 +98,10 @@ class Room:
         self.landed = self.done = streams.mark()
 
 
-class Program(NamedTuple):
+class DeviceProgram(NamedTuple):
     """The launches for arrays of some strides, and their tables on the GPU."""
 
-    tables: Tables
+    tables: LaunchTables
     begin: Array | None
     finish: Array | None
 
@@ -117,7 +119,7 @@ class DeviceChannel:
         what: str,
         carrier: Direct | Staged,
         pieces: RankPieces,
-        operation: Operation,
+        operation: Transfer,
         sending: Sending,
         receiving: Receiving,
         wire: Packed | None,
@@ -130,11 +132,11 @@ class DeviceChannel:
         self._operation, self._sending, self._receiving = operation, sending, receiving
         self._wire, self._elements, self._dtype, self._stream = wire, elements, dtype, stream
         self._direct, self._streams = isinstance(carrier, Direct), carrier.streams
-        self._out = Way([message for _, message in sending], cell_bytes, wire)
-        self._in = Way([message for _, message in receiving], cell_bytes, wire)
-        self._programs: dict[Any, Program] = {}
+        self._out = MessageOffsets([message for _, message in sending], cell_bytes, wire)
+        self._in = MessageOffsets([message for _, message in receiving], cell_bytes, wire)
+        self._programs: dict[Any, DeviceProgram] = {}
         ways = self._out, self._in
-        self._rooms = [Room(ways, wire is None, self._streams) for _ in range(SLOTS)]
+        self._rooms = [SlotMemory(ways, wire is None, self._streams) for _ in range(SLOTS)]
 
     def begin(self, slot: int, serial: int, number: int, x: Addresses, out: Addresses) -> None:
         """Pack and send; do the work that needs no message.
@@ -155,7 +157,7 @@ class DeviceChannel:
         elif self._sending:
             self._send_staged(room, slot, serial, number)
 
-    def _send_staged(self, room: Room, slot: int, serial: int, number: int) -> None:
+    def _send_staged(self, room: SlotMemory, slot: int, serial: int, number: int) -> None:
         """Copy all messages to the host at once, and from there into their mailboxes."""
         host: Bytes = np.empty(0, np.uint8)
         if room.travelling[0].size:
@@ -169,7 +171,7 @@ class DeviceChannel:
                 start += part.size
             outbox.send(slot, serial, number)
 
-    def _send_directly(self, room: Room, slot: int, serial: int, number: int) -> None:
+    def _send_directly(self, room: SlotMemory, slot: int, serial: int, number: int) -> None:
         """Pass all sends and receives to MPI, once the GPU has finished with their memory."""
         if not self._sending and not self._receiving:
             return
@@ -187,7 +189,7 @@ class DeviceChannel:
                 payload = room.travelling[0][part]
                 room.sends += self._world.isend(here, outbox.other, payload, self._stream)
 
-    def _await_sends(self, room: Room) -> None:
+    def _await_sends(self, room: SlotMemory) -> None:
         if room.sends:
             others = ", ".join(str(outbox.other) for outbox, _ in self._sending)
             self._wait(room.sends, f"ranks {others} to receive")
@@ -224,7 +226,7 @@ class DeviceChannel:
         self._launch(program.tables.finish, program.finish, x, out, cells)
         room.done, room.receives = self._streams.mark(), []
 
-    def _program(self, x: Addresses, out: Addresses) -> Program:
+    def _program(self, x: Addresses, out: Addresses) -> DeviceProgram:
         """Return the launches for arrays with the same offset and strides."""
         from ..ops import gpu_runtime
 
@@ -241,11 +243,11 @@ class DeviceChannel:
                 self._elements, x, out, self._dtype,
             )  # fmt: skip
             there = [None if t is None else gpu_runtime.to_device(t.numbers) for t in made]
-            self._programs[key] = Program(made, *there)
+            self._programs[key] = DeviceProgram(made, *there)
         return self._programs[key]
 
     def _launch(
-        self, table: Table | None, numbers: Array, x: Addresses, out: Addresses, memory: Array
+        self, table: BoxTable | None, numbers: Array, x: Addresses, out: Addresses, memory: Array
     ) -> None:
         if table is not None:
             where = x.ctypes.data, out.ctypes.data, memory
@@ -276,7 +278,7 @@ SUMS = {  # dtype -> kind of move_boxes, and bytes of a unit
 }
 
 
-class Table(NamedTuple):
+class BoxTable(NamedTuple):
     """The input of a launch, int64[n]: the kind of its units, and how many boxes and units."""
 
     kind: int
@@ -321,18 +323,18 @@ def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Re
     return disjoint
 
 
-class Tables(NamedTuple):
+class LaunchTables(NamedTuple):
     """Both launches of an operation; None for one without work."""
 
-    begin: Table | None
-    finish: Table | None
+    begin: BoxTable | None
+    finish: BoxTable | None
 
 
 Places = Sequence[tuple[Message, int]]  # messages, and the offset of the first cell of each
 
 
 def tables(
-    operation: Operation,
+    operation: Transfer,
     pieces: RankPieces,
     sent: Places,
     received: Places,
@@ -340,7 +342,7 @@ def tables(
     x: Addresses,
     out: Addresses,
     dtype: str,
-) -> Tables:
+) -> LaunchTables:
     """Return the launches of an operation. elements: of the frame, as bytes."""
     sides = [Side(TABLE, i * WIDEST_BYTES, ()) for i in range(len(elements))]
     frame, is_copy = ghosts_of(operation, pieces, x, out, sides), operation.is_copy
@@ -359,11 +361,11 @@ def tables(
     ahead = x.ctypes.data - out.ctypes.data if np.may_share_memory(x, out) else None
     unit_bytes = gcd(WIDEST_BYTES, x.ctypes.data, out.ctypes.data) if is_copy else SUMS[dtype][1]
 
-    def table(regions: Sequence[Region]) -> Table | None:
+    def table(regions: Sequence[Region]) -> BoxTable | None:
         left = [region for region in regions if not _is_there(region, ahead)]
         return _table(left, x.itemsize, unit_bytes, elements, None if is_copy else dtype)
 
-    return Tables(table(begin), table(finish))
+    return LaunchTables(table(begin), table(finish))
 
 
 def _is_there(region: Region, ahead: int | None) -> bool:
@@ -428,7 +430,7 @@ def _table(
     unit_bytes: int,
     elements: Sequence[Bytes],
     added: str | None,
-) -> Table | None:
+) -> BoxTable | None:
     """Return the table of some regions; added: the dtype of sums, None if cells are copied."""
     boxes = [loops for each in regions for loops in _loops(each, itemsize, still=True)]
     if not boxes:
@@ -453,7 +455,7 @@ def _table(
     numbers = np.array([n for row in (*heads, *terms) for n in row], np.int64)
     numbers = np.concatenate([numbers, *(value.view(np.int64) for value in wide)])
     kind = COPIES[unit_bytes] if added is None else SUMS[added][0]
-    return Table(kind, numbers, len(boxes), units)
+    return BoxTable(kind, numbers, len(boxes), units)
 
 
 def _by_units(box: _Loops, unit_bytes: int) -> tuple[list[int], list[list[int]]]:

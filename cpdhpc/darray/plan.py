@@ -18,7 +18,7 @@ from ..ops.payloads import Packed
 from ..world.gpu_messages import Carrier, Direct
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
-from .channel import Call, Channel, Kept, drop
+from .channel import Call, Kept, PlanChannel, drop
 from .compiled import POLLS, Program
 from .copies import (
     ACCUMULATE,
@@ -26,7 +26,7 @@ from .copies import (
     Addresses,
     Array,
     ArrayBackend,
-    Operation,
+    Transfer,
     array_backend,
     wrong_dtype,
     wrong_shape,
@@ -47,7 +47,7 @@ class Handle:
     accumulation nothing. The input may be changed as soon as begin returns.
     """
 
-    def __init__(self, plan: WindowPlan, channel: Channel, call: Call) -> None:
+    def __init__(self, plan: WindowPlan, channel: PlanChannel, call: Call) -> None:
         self._plan, self._channel, self._call = plan, channel, call
         self._done = False
 
@@ -102,7 +102,7 @@ class Repeated:
 
     __slots__ = ("_messages", "_program", "_shape", "_world", "channel", "dtype")
 
-    def __init__(self, channel: Channel, program: Program, out: Array) -> None:
+    def __init__(self, channel: PlanChannel, program: Program, out: Array) -> None:
         self.channel, self._program, self._world = channel, program, channel.world
         self.dtype, self._shape, self._messages = out.dtype, out.shape, len(channel.sending)
 
@@ -133,7 +133,7 @@ class Repeated:
         return out
 
 
-def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int) -> Array:
+def run(plan: WindowPlan, operation: Transfer, x: Array, out: Array | None, number: int) -> Array:
     """Do an operation of a plan. Collective. Raises the errors of WindowPlan.exchange."""
     last = plan.last.get(operation.name)
     adds_to_nothing = out is None and plan.halo_only
@@ -154,7 +154,7 @@ def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, num
 
 
 def begin(
-    plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int
+    plan: WindowPlan, operation: Transfer, x: Array, out: Array | None, number: int
 ) -> Handle:
     """Start an operation of a plan. Collective. Raises the errors of WindowPlan.exchange."""
     plan.world.check_thread()
@@ -185,7 +185,7 @@ def begin(
     return Handle(plan, channel, call)
 
 
-def _check_usable(plan: WindowPlan, operation: Operation) -> None:
+def _check_usable(plan: WindowPlan, operation: Transfer) -> None:
     """Raise RuntimeError if a plan is freed, or if an earlier error ended it, with that error."""
     what = f"{operation.name}: plan {plan.name!r}"
     if plan.kept.broken:
@@ -196,7 +196,7 @@ def _check_usable(plan: WindowPlan, operation: Operation) -> None:
         raise RuntimeError(f"{what} is freed")
 
 
-def _greet(plan: WindowPlan, operation: Operation) -> None:
+def _greet(plan: WindowPlan, operation: Transfer) -> None:
     """Announce to the ranks of messages that arrays are on a GPU."""
     what, key = f"{operation.name} of plan {plan.name!r}", f"{operation.name} of GPU arrays"
     sent, received = operation.sent(plan), operation.received(plan)
@@ -217,14 +217,14 @@ def _break(plan: WindowPlan, error: Exception) -> None:
     plan.last.clear()
 
 
-def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
+def _give_up(plan: WindowPlan, operation: Transfer, error: Exception) -> NoReturn:
     _break(plan, error)
     if isinstance(error, RankFailure) or error is plan.world.refusal:
         raise error
     give_up(plan.world, error, f"{operation.name} of plan {plan.name!r}")
 
 
-def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -> Call:
+def check(plan: WindowPlan, operation: Transfer, x: Array, out: Array | None) -> Call:
     """Return the call with these arrays; raise TypeError or ValueError if they do not fit."""
     adds = operation is ACCUMULATE
     what = f"{operation.name}: {'y' if adds else 'x'}"
@@ -298,7 +298,7 @@ def _check_out(
         raise ArgumentError.of(what, tuple(strides), "its cells share memory", state)
 
 
-def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
+def _channel(plan: WindowPlan, operation: Transfer, call: Call, number: int) -> PlanChannel:
     """Return the channel for arrays like these, made on the first call; number the call."""
     if not isinstance(number, int):
         raise ArgumentTypeError(operation.name, "number", number, "must be an integer")
@@ -307,7 +307,7 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     key = operation.name, call.backend.dtype(call.x), trail, direct
     if key not in plan.channels:
         _check_values(plan, operation, call)
-        plan.channels[key] = Channel(
+        plan.channels[key] = PlanChannel(
             plan.world, plan.pieces, plan.stream, plan.name, str(plan.wire), operation,
             call.backend, call.x, trail, plan.packed, direct,
         )  # fmt: skip
@@ -316,7 +316,7 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     return channel
 
 
-def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
+def _check_values(plan: WindowPlan, operation: Transfer, call: Call) -> None:
     """Raise TypeError or ValueError, on all ranks, if a dtype does not suit the operation.
 
     An exchange needs a dtype that can hold the fill values, an accumulation one that can be added.

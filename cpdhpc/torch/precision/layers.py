@@ -325,19 +325,8 @@ class Lstm(Obedient, nn.LSTM):
         *,
         policy: Given = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size,
-            device,
-            dtype,
-            policy=policy,
-        )
+        options = bias, batch_first, dropout, bidirectional, proj_size, device, dtype
+        super().__init__(input_size, hidden_size, num_layers, *options, policy=policy)
 
     @property
     def parts(self) -> Sequence[str]:
