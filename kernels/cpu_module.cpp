@@ -19,9 +19,9 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 //
 #include "cpu_blocks_calls.h"
 #include "cpu_ending_calls.h"
+#include "cpu_exchange_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
-#include "cpu_exchange_calls.h"
 #include "cpu_pools_calls.h"
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
