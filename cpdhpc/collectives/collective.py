@@ -139,9 +139,11 @@ class Collective(Method):
     def _check_own(self) -> None:
         check_whole("allreduce", "root", self.root, 0)
         object.__setattr__(self, "root", int(self.root))
-        known = (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
-        if self.algorithm not in known:
-            raise wrong_value("algorithm", self.algorithm, suggest(self.algorithm, known))
+
+    @property
+    def algorithms(self) -> Sequence[str]:
+        """See Method.algorithms."""
+        return (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
 
     def _check_added(self) -> None:
         for name, usual in (("accumulate", None), ("op", "sum")):
@@ -239,6 +241,7 @@ class Collective(Method):
         except Exception as wrong:  # of any class: it must be raised on all ranks
             error = said_by(self.call, wrong)
         arguments: dict[str, object] = {
+            "counts passed": counts is not None,
             "x.shape": sketch.shape if counts is None else sketch.shape[1:],
             "x.dtype": str(sketch.dtype), "x on GPU": sketch.gpu, **self.choices,
             "counts": "uneven" if is_uneven else sketch.counts, "iteration": iteration,

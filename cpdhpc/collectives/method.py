@@ -304,7 +304,7 @@ class Method:
             object.__setattr__(self, "machine", as_machine(self.machine))
         assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
-            "algorithm": (*SCHEDULES, MPI_ALLREDUCE, *CHOSEN),
+            "algorithm": self.algorithms,
             "op": get_args(Op),
             "rounding": get_args(Rounding),
             "overflow": get_args(Overflow),
@@ -357,6 +357,11 @@ class Method:
         if self.overflow == "inf":
             allowed = f"{what} allows only saturate: no integer is infinite"
             raise wrong_value("overflow", self.overflow, allowed)
+
+    @property
+    def algorithms(self) -> Sequence[str]:
+        """The names that the collective takes."""
+        return (*SCHEDULES, MPI_ALLREDUCE, *CHOSEN)
 
     def _accumulates(self) -> tuple[str, ...]:
         """Return the allowed values of accumulate; for raw, float32 and requantise are the same."""

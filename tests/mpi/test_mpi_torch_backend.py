@@ -399,6 +399,18 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def test_equal_rows_of_one_rank_among_others(near: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for least in (2, 3000):
+        table = [[least + 3 * i * j for j in range(ranks)] for i in range(ranks)]
+        rows = table[rank]
+        given = torch.cat([torch.full((n,), 10.0 * rank + to) for to, n in enumerate(rows)])
+        got = torch.zeros(sum(rows))
+        dist.all_to_all_single(got, given, *([] if rank == 0 else [rows, rows]))
+        want = [torch.full((n,), 10.0 * source + rank) for source, n in enumerate(rows)]
+        assert torch.equal(got, torch.cat(want))
+
+
 def test_calls_that_differ_are_an_error_on_all_ranks(near: str) -> None:
     rank = dist.get_rank()
     words = refused(lambda: dist.all_reduce(torch.ones(3 + rank % 2)))
@@ -412,6 +424,10 @@ def test_calls_that_differ_are_an_error_on_all_ranks(near: str) -> None:
     assert "broadcast from rank 0" in words
     words = refused(lambda: dist.all_reduce(torch.ones(3) if rank else torch.ones(3).to_sparse()))
     assert "SUM sparse float32[3] of 1 sparse axes on rank 0, all_reduce SUM float32[3]" in words
+    for rows in (1, 3000, 200_000):
+        x = torch.ones((rows + rank % 2) * dist.get_world_size())
+        words = refused(lambda: dist.all_to_all_single(torch.empty_like(x), x))  # noqa: B023
+        assert f"rank 0 sends {4 * rows} bytes to rank 1, which expects {4 * rows + 4}" in words
     op = ReduceOp.MIN if rank else ReduceOp.MAX
     assert "all_reduce MAX" in refused(lambda: dist.all_reduce(torch.ones(3), op))
 

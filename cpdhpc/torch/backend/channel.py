@@ -134,6 +134,8 @@ class Channel:
             0, looks, number, 0, count, each, True, False, *packed(text), note, gives, takes,
             own, kind, fold,
         )  # fmt: skip
+        if state & (1 << REASON_BITS) - 1 == UNLIKE_NOTES:
+            state += UNLIKE_TEXT - UNLIKE_NOTES  # the link compares again, and deals with it
         if state:
             CALLS.begun = number, state
         return not state
