@@ -33,6 +33,7 @@ OTHERS = {  # what is not ours, or an example of a user's
     "quantization_ref_nvfp4.py",  # of Transformer Engine
     "data.KEY", "metrics.NAME", "ring.py", "layers.coded.size", "formats.NAME", "malloc.h",
     "YOUR_PROGRAM.py", "first.py",
+    "cpdhpc.train.Lars",  # a former name, which lazy.formerly finds
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from cpdhpc.lab.study_data.study_file import write_result
 LIGHT = {  # parts of the package; lab/study is study
     "_cpu", "_version", "binding", "claim", "cli", "collectives", "commands", "config",
     "errors", "formats", "kinds", "lab", "lazy", "methods", "ops", "options", "ordinary",
-    "partition", "randomness", "schedulers", "settings", "signals", "store", "study",
+    "partition", "randomness", "report", "schedulers", "settings", "signals", "store", "study",
     "study_data", "table_formats", "whole_files", "world",
 }  # fmt: skip
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
