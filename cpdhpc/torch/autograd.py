@@ -21,22 +21,20 @@ from ..darray.plan import WindowPlan
 BACKWARD = 1_000_000  # added to a call's number for its backward, subtracted for the next one
 
 Tensor = torch.Tensor
-Order = Sequence[int] | None  # of axes in memory
+
 
 _calls: WeakKeyDictionary[WindowPlan, count[int]] = WeakKeyDictionary()  # from 1
 
 
-def exchange(x: Tensor, plan: WindowPlan, order: Order = None) -> Tensor:
+def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     """Return the tensor on the plan's window; its backward is accumulate. Collective.
 
     x: owned.shape + further axes; not changed. It requires a gradient on all ranks or on none
-    order: axes of the result and of its gradients from the slowest to the fastest in memory; None
-        for that of the tensor that was given
     The backward is collective, too, can be differentiated again, and takes any strides.
     Raises the errors of WindowPlan.exchange.
     """
     _check("exchange: x", x, plan)
-    y: Tensor = _exchange(x, plan, next_number(plan), False, order)
+    y: Tensor = _exchange(x, plan, next_number(plan), False)
     return y
 
 
@@ -46,7 +44,7 @@ def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
     y: window.shape + further axes; otherwise see exchange
     """
     _check("accumulate: y", y, plan)
-    x: Tensor = _accumulate(y, plan, next_number(plan), None)
+    x: Tensor = _accumulate(y, plan, next_number(plan))
     return x
 
 
@@ -106,47 +104,34 @@ def twice(
     return [next(found) if is_wanted else None for _, is_wanted in pairs]
 
 
-def _room(like: Tensor, shape: Sequence[int], order: Order) -> Tensor | None:
-    """Return a tensor of a shape and like's further axes, in an order; None without one."""
-    if order is None:
-        return None
-    whole = (*shape, *like.shape[len(shape) :])
-    made = like.new_empty([whole[axis] for axis in order])
-    return made.permute([order.index(axis) for axis in range(len(order))])
-
-
 class _Exchange(torch.autograd.Function):
     """linear: with zeros outside the domain, as in the transpose of accumulate."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool, order: Order
-    ) -> Tensor:
-        ctx.plan, ctx.number, ctx.order = plan, number, order
-        room = _room(x, plan.shape, order)
-        y: Tensor = plan.exchange(readable(x), room, number=number)
+    def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:
+        ctx.plan, ctx.number = plan, number
+        y: Tensor = plan.exchange(readable(x), number=number)
         for fill in plan.fills if linear else ():
             y[fill.target.slices(plan.window.start)] = 0
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         number = backward_number(ctx.number)
-        return _accumulate(gradients[0], ctx.plan, number, ctx.order), None, None, None, None
+        return _accumulate(gradients[0], ctx.plan, number), None, None, None
 
 
 class _Accumulate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int, order: Order) -> Tensor:
-        ctx.plan, ctx.number, ctx.order = plan, number, order
-        room = _room(y, plan.owned.shape, order)
-        total: Tensor = plan.accumulate(readable(y), room, number=number)
+    def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int) -> Tensor:
+        ctx.plan, ctx.number = plan, number
+        total: Tensor = plan.accumulate(readable(y), number=number)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         number = backward_number(ctx.number)
-        return _exchange(gradients[0], ctx.plan, number, True, ctx.order), None, None, None
+        return _exchange(gradients[0], ctx.plan, number, True), None, None
 
 
 class _Join(torch.autograd.Function):

@@ -73,8 +73,8 @@ def by_channel(values: torch.Tensor, size: int) -> torch.Tensor:
 def in_format_of(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     """Return the slope in the memory format of x, copied if it has another.
 
-    Torch 2.13's kernel for norms on the CPU reads the memory of both in one order if each has some
-    format. Strides of size-1 axes decide which it takes for it, so it may take the wrong one.
+    Torch 2.13's kernel for norms on the CPU can mistake the format of a slope by the strides of its
+    axes of one element, for example if a rank without outputs makes it, and mix up its channels.
     """
     if x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=CHANNELS_LAST):
         return slope.contiguous(memory_format=CHANNELS_LAST)
@@ -226,9 +226,12 @@ class BatchNorm(SplitLayer):
         if self.box is not None:
             check_part(x, self.box, self.plan)
         if not self.training and self.running_mean is not None:
-            return functional.batch_norm(
+            y = functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
+            if y.requires_grad:
+                y.register_hook(partial(in_format_of, x.detach()))
+            return y
         y, found = normalised(x, self.weight, self.bias, self.eps, 1, self.plan)
         if self.training:
             self._track(*found)

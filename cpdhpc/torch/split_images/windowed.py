@@ -181,14 +181,9 @@ class Windowed(SplitLayer):
 
 
 def fetch(x: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
-    """Return a plan's window of a map [batch, channels, rows, columns]. Collective.
-
-    It and its gradient are in a memory format of torch: contiguous, or channels_last if x is. A map
-    of no cells has no format, and for strides that fit both, kernels of torch give wrong results.
-    """
+    """Return a plan's window of a map [batch, channels, rows, columns]. Collective."""
     check_part(x, plan.owned, plan)
-    order = (2, 0, 1, 3) if x.stride(1) < x.stride(3) else (2, 3, 0, 1)
-    return exchange(x.permute(2, 3, 0, 1), plan, order).permute(2, 3, 0, 1)
+    return exchange(x.permute(2, 3, 0, 1), plan).permute(2, 3, 0, 1)
 
 
 def check_part(x: torch.Tensor, owned: Box, plan: WindowPlan) -> None:
