@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "transposed, dilated, groups": lambda: nn.ConvTranspose2d(4, 4, (2, 3), (1, 3), 0, (0, 2), 2,
                                                              dilation=(3, 1)),
     "transposed, gaps": lambda: nn.ConvTranspose2d(4, 2, 1, 3, 0, 2, bias=False),
+    "transposed, outputs of no input": lambda: nn.Sequential(
+        nn.AvgPool2d((11, 9)), nn.ConvTranspose2d(4, 2, 1, 5, 0, 4)
+    ),
     "nearest": lambda: nn.Upsample(scale_factor=(1.7, 0.6)),
     "nearest to a size": lambda: nn.Upsample((17, 3), mode="nearest-exact"),
     "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -117,6 +121,88 @@ def test_layers_give_what_the_serial_ones_give(world: World, name: str) -> None:
     x = torch.randn(2, 3, 11, 9, dtype=torch.float64)
     for procs in grids(world):
         together(world, procs, check(world, procs, model, x))
+
+
+class Skip(nn.Sequential):
+    """Layers whose output is joined to their input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x), x], 1)
+
+
+def pool() -> nn.Module:
+    """Leaves two rows of nine, and two columns of twelve: fewer than ranks."""
+    return nn.MaxPool2d(7, 7, 3)
+
+
+FEW_CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+    # network of 4 channels, rows and columns of its images
+    "instance norm": (lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), pool()), (9, 12)),
+    "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), pool()), (9, 12)),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm([4, 9, 12]), pool()), (9, 12)),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(4), pool()), (9, 12)),
+    "running statistics": (lambda: nn.Sequential(nn.BatchNorm2d(4).eval(), pool()), (9, 12)),
+    "crop": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.ZeroPad2d((-5, -5, -4, -3))), (9, 12)),
+    "before and after": (
+        lambda: nn.Sequential(
+            nn.BatchNorm2d(4), pool(), nn.GroupNorm(2, 4), nn.Tanh(), nn.LayerNorm([2, 2]),
+            nn.Conv2d(4, 3, 2), nn.Upsample((9, 7)), nn.InstanceNorm2d(3),
+        ),
+        (9, 12),
+    ),
+    "skip connections": (
+        lambda: nn.Sequential(
+            Skip(nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 3, padding=1)), nn.GroupNorm(3, 6), pool(),
+            Skip(nn.LayerNorm([6, 2, 2]), nn.PReLU(6)), nn.Conv2d(12, 2, 1),
+        ),
+        (9, 12),
+    ),
+    "few rows": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 2)), (2, 9)),
+    "one row": (
+        lambda: nn.Sequential(
+            nn.BatchNorm2d(4), nn.ReplicationPad2d(1), nn.LayerNorm([3, 4]), nn.MaxPool2d(2)
+        ),
+        (1, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_CELLS)
+def test_ranks_without_cells_take_part(world: World, name: str) -> None:
+    """Of one image: strides of a batch of one fit several orders of memory."""
+    torch.manual_seed(0)
+    make, size = FEW_CELLS[name]
+    model = make().double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 4, *size, dtype=torch.float64)
+    for procs in grids(world):
+        together(world, procs, check(world, procs, model, x))
+
+
+def test_norms_take_gradients_in_any_order_of_memory(world: World) -> None:
+    """One rank's gradient comes in an order in which torch's kernel would mix up channels.
+
+    Sums of n products, of factors up to s and the root of n, differ by up to 2 n**2.5 s 2**-53 if
+    they are added in another order. The gradient is that sum times rate and a value, up to the root
+    of n, over n. Twice that is for the rounding of the operations that follow.
+    """
+    torch.manual_seed(0)
+    size = (2 * world.size, 3)
+    grid = ImageGrid(world, (world.size, 1))
+    whole = torch.randn(1, 4, *size, dtype=torch.float64)
+    n, rate = whole[:, 0].numel(), float((whole[0].var((1, 2)) ** -0.5).max())
+    slope = torch.randint(-9, 10, whole.shape).double()
+    x, own = grid.cut(whole).clone().requires_grad_(), grid.cut(slope)
+    net = partition(nn.InstanceNorm2d(4).double(), (4, *size), grid)
+    (expected,) = torch.autograd.grad(net(x), x, own.contiguous())
+    far = []
+    for order in permutations(range(4)):
+        given = own.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+        (found,) = torch.autograd.grad(net(x), x, given if world.rank == 0 else own)
+        far.append(float((found - expected).abs().max()))
+    grid.free()
+    together(world, far, [each <= 4 * n**2 * 9 * rate * 2.0**-53 for each in far])
 
 
 @pytest.mark.two_ranks

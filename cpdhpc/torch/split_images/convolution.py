@@ -168,7 +168,7 @@ class Conv2d(Windowed):
 
     def of_strip(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return a strip's contribution to outputs."""
-        if self._is_plain(values):
+        if self._is_plain(values, weight):
             found: torch.Tensor = strip_forward(
                 values, weight, self.size, None, self.stride, (0, 0)
             )
@@ -180,12 +180,14 @@ class Conv2d(Windowed):
     ) -> list[torch.Tensor | None]:
         """Return the requested gradients of a strip and of the weight."""
         mask = (*wanted, False)
-        if self._is_plain(values):
+        if self._is_plain(values, weight):
             return list(strip_backward(slope, values, weight, self.size, self.stride, (0, 0), mask))
         return self.gradients(slope, values, weight, (0, 0), mask)
 
-    def _is_plain(self, values: torch.Tensor) -> bool:
-        return values.device.type == "cpu" and self.groups == 1 and self.dilation == (1, 1)
+    def _is_plain(self, values: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the kernels for strips can be used; of channels_last they give wrong results."""
+        plain = values.device.type == "cpu" and self.groups == 1 and self.dilation == (1, 1)
+        return plain and values.is_contiguous() and weight.is_contiguous()
 
 
 class _Convolution(torch.autograd.Function):

@@ -37,6 +37,7 @@ from .windowed import (
     check_part,
 )
 
+CHANNELS_LAST = torch.channels_last
 Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # number, mean, variance
 
 
@@ -67,6 +68,17 @@ def by_group(x: torch.Tensor, size: int) -> torch.Tensor:
 def by_channel(values: torch.Tensor, size: int) -> torch.Tensor:
     """Return values [..., groups] as [..., channels], of size channels per group."""
     return values if size == 1 else values.repeat_interleave(size, -1)
+
+
+def in_format_of(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """Return the slope in the memory format of x, copied if it has another.
+
+    Torch 2.13's kernel for norms on the CPU can mistake the format of a slope by the strides of its
+    axes of one element, for example if a rank without outputs makes it, and mix up its channels.
+    """
+    if x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=CHANNELS_LAST):
+        return slope.contiguous(memory_format=CHANNELS_LAST)
+    return slope.contiguous()
 
 
 def normalised(
@@ -130,7 +142,7 @@ class _Norm(torch.autograd.Function):
         if x.numel():  # of the slope times the normalised value, and of the slope
             rate = torch.rsqrt(variance + ctx.eps)  # an argument of CUDA's kernel, like the mean
             sums = torch.ops.aten.native_batch_norm_backward(
-                slope, x, mean, mean, variance, mean, rate, False, ctx.eps, (False, True, True)
+                in_format_of(x, slope), x, mean, mean, variance, mean, rate, False, ctx.eps, (False, True, True)
             )[1:]
         of_x = _of_values(ctx, slope, x, weight, torch.stack(sums)) if wanted[0] else None
         of_weight, of_bias = (
@@ -214,9 +226,12 @@ class BatchNorm(SplitLayer):
         if self.box is not None:
             check_part(x, self.box, self.plan)
         if not self.training and self.running_mean is not None:
-            return functional.batch_norm(
+            y = functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
+            if y.requires_grad:
+                y.register_hook(partial(in_format_of, x.detach()))
+            return y
         y, found = normalised(x, self.weight, self.bias, self.eps, 1, self.plan)
         if self.training:
             self._track(*found)

@@ -234,7 +234,11 @@ class ConvTranspose2d(Windowed):
             for b, s, p, n in zip(window.stop, step, padding, spread, strict=True)
         ]
         (top, left), (bottom, right) = self.box
-        self.crop = begin[1] - left, right - end[1], begin[0] - top, bottom - end[0]
+        crop = begin[1] - left, right - end[1], begin[0] - top, bottom - end[0]
+        self.crops = [crop] if any(crop) else []
+        if any(b <= lo or hi <= a for a, b, lo, hi in zip(begin, end, *self.box, strict=True)):
+            # Torch cuts before it pads, and cannot cut more than there is.
+            self.crops = [tuple(max(0, n) for n in crop), tuple(min(0, n) for n in crop)]
 
     def channels(self, given: int) -> int:
         """Return the channels of the output."""
@@ -242,14 +246,15 @@ class ConvTranspose2d(Windowed):
 
     def computed(self, window: torch.Tensor) -> torch.Tensor:
         """Return the owned outputs."""
-        fits = not any(self.crop)
+        fits = not self.crops
         sums = functional.conv_transpose2d(
             window, self.weight, self.bias if fits else None, self.stride, 0, 0, self.groups,
             self.dilation,
         )  # fmt: skip
         if fits:
             return sums
-        sums = functional.pad(sums, self.crop)  # negative padding cuts off
+        for crop in self.crops:
+            sums = functional.pad(sums, crop)  # negative padding cuts off
         return sums if self.bias is None else sums + self.bias[:, None, None]
 
 
