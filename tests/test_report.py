@@ -1,6 +1,7 @@
 """Reports on training runs: what the table says, the figures, one page by itself."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 from math import nan
 from pathlib import Path
@@ -126,6 +127,13 @@ def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
     assert titles[0].startswith("accuracy against bits sent") and titles[-1] == "loss over epochs"
 
 
+def test_a_single_point_has_no_pareto_front(directory: Path) -> None:
+    runs = load([directory / "aps-s0.h5"]).runs
+    for chart in runs_report(runs, run_groups(runs)).charts:
+        assert all(each.label != "Pareto front" for p in chart.panels for each in p.series)
+        assert "Pareto" not in " ".join(chart.notes)
+
+
 def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
     runs = load([directory]).runs
     groups = run_groups(runs)
@@ -248,6 +256,28 @@ def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
     report([directory / "aps-s1.h5"], WIDE)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" aps ")]
     assert "±" not in row
+
+
+def test_a_run_that_is_named_twice_counts_once(directory: Path, tmp_path: Path) -> None:
+    """By its folder and its file, as a link, as a copy."""
+    copy, link, first = tmp_path / "copy.h5", tmp_path / "link.h5", directory / "aps-s0.h5"
+    copy.write_bytes(first.read_bytes())
+    link.symlink_to(first)
+    loaded = load([directory, directory, first, copy, link])
+    assert len(loaded.runs) == 7
+    assert [len(each.runs) for each in run_groups(loaded.runs)] == [2, 2, 2]
+
+
+def test_two_runs_of_one_name_and_seed_are_refused(directory: Path, tmp_path: Path) -> None:
+    """As they would count as two seeds; and two numbers of processes send different bytes."""
+    job = small_job(name="aps", gradient=ROWS["aps"], train={"seeds": [0]})
+    run_job(job, Loopback(2), tmp_path)  # on another date
+    both = f"{tmp_path}/aps-s0.h5 and {directory}/aps-s0.h5 are both aps of seed 0, but differ"
+    with pytest.raises(UserError, match=re.escape(both)):
+        report([directory, tmp_path], WIDE)
+    first, other = load([directory / "aps-s0.h5", directory / "aps-s1.h5"]).runs
+    with pytest.raises(UserError, match="are both aps, but differ in processes"):
+        run_groups([first, replace(other, attributes={**other.attributes, "processes": 2})])
 
 
 def refused(path: Path, says: str) -> None:

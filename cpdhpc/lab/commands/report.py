@@ -111,7 +111,7 @@ def load(paths: Sequence[Path]) -> Loaded:
             f"{path}: nothing that report shows: {other_files.of_folder(path)}" for path in paths
         ]
         raise ReportError("; ".join(held))
-    by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
+    by_age = sorted(trainings.without_copies(runs), key=lambda run: str(run.attributes["date"]))
     return Loaded(studies, by_age, list(map(str, errors)), others)
 
 

@@ -88,6 +88,10 @@ class Folder:
         """Return the path of the claim of the process that runs a batch."""
         return self.logs / f"batch-{number}.json"
 
+    def lock_file(self, number: int) -> Path:
+        """Return the path of the lock of a batch: one process at a time measures it."""
+        return self.logs / f"batch-{number}.lock"
+
     def log_file(self, number: int) -> Path:
         """Return the path of the output of a batch that runs on this machine."""
         return self.logs / f"batch-{number}.log"
