@@ -335,6 +335,9 @@ def test_an_empty_sweep_and_what_is_missing(tmp_path: Path) -> None:
     path.write_text("kind = 'train'\n[train]\njob = 'gone.toml'\n[sweep]\nseed = 1\n")
     with pytest.raises(ConfigError, match=r"gone.toml: cannot be read: No such file"):
         load_study(path)
+    path.write_text("kind = 'train'\n[job]\ntrain = 3\n[sweep]\nranks = [1, 2]\n")
+    with pytest.raises(ConfigError, match="nothing to measure: job: train=3: should be a table"):
+        expand(load_study(path))
 
 
 def test_constraints_know_no_more_than_factors() -> None:

@@ -36,19 +36,21 @@ else:
 TIMEOUT_S = 600.0  # of every wait for other processes
 
 
-def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
-    """Raise UserError on all processes if their options differ. Collective.
+PLACES = "file", "folder", "number", "machine"  # arguments without a word before them
 
-    Paths may differ: commands compare the contents of their files.
-    """
-    given = {k: repr(v) for k, v in vars(arguments).items() if not isinstance(v, Path | Command)}
+
+def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
+    """Raise UserError on all processes if their arguments differ. Collective."""
+    shown = {k: str(v) if isinstance(v, Path) else repr(v) for k, v in vars(arguments).items()}
+    given = {k: text for k, text in shown.items() if k != "run"}  # the Command
     everyone = world.gather(given, "arguments")
     for process, other in enumerate(everyone):
         for name in sorted(everyone[0].keys() | other.keys()):
             first, own = everyone[0].get(name), other.get(name)
             if own != first:
+                words = name.upper() if name in PLACES else f"--{name.replace('_', '-')}"
                 raise UserError(
-                    f"--{name.replace('_', '-')}: {first} on process 0, {own} on process "
+                    f"{words}: {first} on process 0, {own} on process "
                     f"{process}: must be the same on all"
                 )
 

@@ -313,6 +313,8 @@ class _Runner:
         error: Exception | None = None
         found: Measuring | None = None
         try:
+            if self.folder.case_file(case).is_dir():
+                raise FolderError(f"{case.id}.h5: is a directory: {self.folder.remedy(case)}")
             if isinstance(measure, type):
                 found = measure(self.study, case, work)
             else:

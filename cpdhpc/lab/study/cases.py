@@ -253,7 +253,7 @@ def _factor(study: Study, name: str, table: str) -> Factor:
     known = SHAPE | dict(study.factors)
     if name not in known:
         raise ConfigError(
-            f"{table}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
+            f"{table}.{name or repr(name)}: unknown factor of kind {study.kind}: {suggest(name, known)}"
         )
     return known[name]
 

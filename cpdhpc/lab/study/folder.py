@@ -65,6 +65,12 @@ class Folder:
         """Return the path of the file of a case."""
         return self.cases / f"{case.id}.h5"
 
+    def remedy(self, case: Case) -> str:
+        """Return what to do if the file of a case is not its result."""
+        if self.case_file(case).is_dir():
+            return "remove this directory, then study resume"
+        return "study resume measures it again"
+
     def failure_file(self, case: Case) -> Path:
         """Return the path of the file that says why a case failed."""
         return self.cases / f"{case.id}.failed.txt"

@@ -111,8 +111,8 @@ class JobBundles(Section):
     """
 
     bundle: Literal["case", "shape", "nested"] = "shape"
-    batch_time_s: Above0 = 3600.0
-    case_time_s: Above0 | None = None
+    batch_time_s: Seconds = 3600.0
+    case_time_s: Seconds | None = None
     throttle: Whole = 0
     retries: Whole = 0
 
