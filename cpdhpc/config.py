@@ -229,7 +229,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+) *(\w*)", text.strip())
     if match is None or match[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
-        raise ConfigError(f"{text!r}: must be a number, with one of {units} or nothing")
+        raise ConfigError(f"{text or repr(text)}: must be a number, with one of {units} or nothing")
     return int(match[1]) * UNITS[match[2]]
 
 

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from rich.console import Console
+from synthetic_study import write_study
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
@@ -278,6 +279,26 @@ def test_two_runs_of_one_name_and_seed_are_refused(directory: Path, tmp_path: Pa
     first, other = load([directory / "aps-s0.h5", directory / "aps-s1.h5"]).runs
     with pytest.raises(UserError, match="are both aps, but differ in processes"):
         run_groups([first, replace(other, attributes={**other.attributes, "processes": 2})])
+
+
+def test_a_folder_without_anything_is_named(directory: Path, tmp_path: Path, capsys: Any) -> None:
+    assert report([directory, tmp_path], WIDE) == 1
+    says = f"{tmp_path}: nothing that report shows: it is empty"
+    shown = capsys.readouterr()
+    assert says in shown.out and says in shown.err
+
+
+def test_a_study_and_trainings_of_one_folder_are_both_shown(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for path in directory.glob("*-s0.h5"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    write_study(tmp_path / "study.h5", ranks=(2, 4), sizes=(64,))
+    loaded = load([tmp_path])
+    assert len(loaded.studies) == 1 and len(loaded.runs) == 3
+    (tmp_path / "study.h5").rename(tmp_path / "study.toml")
+    with pytest.raises(UserError, match=r"the study has no study\.h5 yet"):
+        load([tmp_path])
 
 
 def refused(path: Path, says: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import simpleeval
 from pydantic import AfterValidator, Field, model_validator
 
-from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, suggest
+from ...config import Above0, ConfigError, Name, Raw, Seconds, Section, Whole, dump_toml, suggest
 from ...formats import with_own_formats
 from ..kinds import kind_of
 from ..kinds.base import Kind, Measure
