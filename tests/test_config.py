@@ -72,7 +72,10 @@ IN_ROW = "gradient={aggregator='none', algorithm='auto', machine='x'}"
         ("[train]\nlearning_rate = inf", "train.learning_rate=inf: should be a finite number"),
         ("[schedule]\nwarmup_epochs=inf", "schedule.warmup_epochs=inf: should be a finite number"),
         ("train = 3", "train=3: should be a table"),
-        ("train = 3\n[[compare]]\nname='a'\ntrain={batch=4}", "job.toml: train=3: should be a table"),
+        (
+            "train = 3\n[[compare]]\nname='a'\ntrain={batch=4}",
+            "job.toml: train=3: should be a table",
+        ),
         ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
         ("[schedule]\ndecay = 'step'", "schedule.decay='step': needs milestones"),
         ("[schedule]\ndecay = 'step'\nmilestones = [-1, 2]", "schedule.milestones.0=-1: should be"),

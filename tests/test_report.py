@@ -301,6 +301,27 @@ def test_a_study_and_trainings_of_one_folder_are_both_shown(
         load([tmp_path])
 
 
+def test_a_method_without_a_complete_run_is_a_row_and_a_note(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    runs = load([directory]).runs
+    lost = [replace(run, attributes={**run.attributes, "status": "diverged"})
+            if run.name == "aps" else run for run in runs]  # fmt: skip
+    found = runs_report(lost, run_groups(lost))
+    (table,) = found.sections[0].tables
+    assert [f"{row[0]} {row[1]}" for row in table.rows] == [
+        "float32 2",
+        "tile 2 of 3",
+        "aps 0 of 2",
+    ]
+    assert "aps & 0 of 2 & -" in table.latex() and re.search("^aps,0,", table.csv(), re.MULTILINE)
+    note = "Not drawn: aps: no run is complete."
+    assert note in overview(found.charts).notes and all(note in c.notes for c in found.charts)
+    assert not any(
+        "Not drawn" in " ".join(c.notes) for c in runs_report(runs, run_groups(runs)).charts
+    )
+
+
 def refused(path: Path, says: str) -> None:
     with pytest.raises(UserError, match=says):
         report([path], WIDE)

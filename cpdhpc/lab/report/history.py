@@ -214,7 +214,9 @@ def _chart(
     ends = [value for each in series for value in (*each.y, *(each.high or [])) if value > 0]
     left = len(shown) - len(chosen)
     notes = [f"{metric.capitalize()} of each point over that of the first file that has the point."]
-    notes += [f"The {len(chosen)} points that changed most; {left} more are in the table."] * bool(left)
+    notes += [f"The {len(chosen)} points that changed most; {left} more are in the table."] * bool(
+        left
+    )
     return Chart(
         "history",
         f"{files[-1].name}: {metric} over days and commits",

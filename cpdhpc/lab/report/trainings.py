@@ -5,6 +5,7 @@ Source of the last: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -264,6 +265,14 @@ def runs_report(runs: Sequence[TrainingRun], groups: Sequence[RunGroup]) -> Repo
     charts += noise_charts(TITLE, steps)
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
+    shown, known = table(groups), {group.name for group in groups}
+    lost = Counter(run.name for run in runs if run.name not in known)
+    if lost:
+        cells = [units.NONE] * (len(shown.columns) - 2)
+        rows = [(name, units.Cell(f"0 of {n}", value=0), *cells) for name, n in lost.items()]
+        shown = replace(shown, rows=[*shown.rows, *rows])
+        note = f"Not drawn: {', '.join(lost)}: no run is complete."
+        charts = [replace(chart, notes=[*chart.notes, note]) for chart in charts]
     return Report(
         TITLE,
         [
@@ -272,7 +281,7 @@ def runs_report(runs: Sequence[TrainingRun], groups: Sequence[RunGroup]) -> Repo
             ("hosts", units.hosts(runs[0].attributes.get("hosts", ""))),
         ],
         [
-            Section("Training", tables=[table(groups)], charts=charts),
+            Section("Training", tables=[shown], charts=charts),
             *([Section("Rounding by layer", charts=maps)] if maps else []),
         ],
         [Listed("left out", left)] if left else [],
