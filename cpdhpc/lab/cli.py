@@ -36,19 +36,30 @@ else:
 TIMEOUT_S = 600.0  # of every wait for other processes
 
 
-PLACES = "file", "folder", "number", "machine"  # arguments without a word before them
+READ = "file", "machine", "labels"  # arguments that name a file that is read
+WITHOUT_WORD = "file", "folder", "number"  # arguments with no --word before them
+
+
+def _shown(name: str, value: object) -> str:
+    """Return a value as it is compared: of files that are read the name, as each node may have one.
+
+    Commands compare their contents.
+    """
+    if not isinstance(value, Path):
+        return repr(value)
+    return value.name if name in READ else str(value)
 
 
 def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
     """Raise UserError on all processes if their arguments differ. Collective."""
-    shown = {k: str(v) if isinstance(v, Path) else repr(v) for k, v in vars(arguments).items()}
-    given = {k: text for k, text in shown.items() if k != "run"}  # the Command
+    every = vars(arguments).items()
+    given = {name: _shown(name, value) for name, value in every if not isinstance(value, Command)}
     everyone = world.gather(given, "arguments")
     for process, other in enumerate(everyone):
         for name in sorted(everyone[0].keys() | other.keys()):
             first, own = everyone[0].get(name), other.get(name)
             if own != first:
-                words = name.upper() if name in PLACES else f"--{name.replace('_', '-')}"
+                words = name.upper() if name in WITHOUT_WORD else f"--{name.replace('_', '-')}"
                 raise UserError(
                     f"{words}: {first} on process 0, {own} on process "
                     f"{process}: must be the same on all"
