@@ -95,6 +95,8 @@ def test_where_there_are_no_locks_the_claim_decides(
     with pytest.raises(ClaimError, match=r"on elsewhere, Slurm job 6, since .* remove the file"):
         claim(tmp_path)
     assert (tmp_path / ".a.lock").exists()
+    with alone(tmp_path / ".a.lock", "batch", print, doubted=False):
+        pass
 
 
 def test_a_full_disk_is_seen_before_the_first_step(tmp_path: Path) -> None:

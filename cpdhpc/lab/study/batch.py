@@ -212,8 +212,8 @@ def _begin(
 
     Raises ClaimError if another process measures the batch.
     """
-    lock = folder.lock_file(batch.number)
-    locks.enter_context(alone(lock, f"measurement of batch {batch.number}", print))
+    what, lock = f"measurement of batch {batch.number}", folder.lock_file(batch.number)
+    locks.enter_context(alone(lock, what, print, doubted=False))  # killed jobs are submitted again
     finished = _check_same(folder, None if launch is None else machine())
     if launch is not None:
         launch.kept[BEFORE] = finished
