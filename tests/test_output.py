@@ -120,12 +120,12 @@ def test_files_that_are_there_are_refused_unless_resumed(
     (tmp_path / "b.h5").unlink()
 
     def ended(path: Path, *_: object) -> ExitStack:
-        (tmp_path / "b.h5").write_text("")  # another run has made it, and given its lock back
+        (tmp_path / "a.h5").write_text("")  # another run has made it, and given its lock back
         return ExitStack()
 
     with monkeypatch.context() as patched:
         patched.setattr("cpdhpc.lab.train.checkpoint.alone", ended)
-        with pytest.raises(UserError, match=r"b\.h5: is there already"):
+        with pytest.raises(UserError, match=r"a\.h5: is there already"):
             claim(tmp_path)
     (tmp_path / "wall").write_text("")
     with pytest.raises(UserError, match=r"wall/x: cannot be made: Not a directory"):
