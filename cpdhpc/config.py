@@ -32,6 +32,7 @@ Raw = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # 30 years
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$")]  # part of a file name
@@ -228,7 +229,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+) *(\w*)", text.strip())
     if match is None or match[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
-        raise ConfigError(f"{text}: must be a number, with one of {units} or nothing")
+        raise ConfigError(f"{text or repr(text)}: must be a number, with one of {units} or nothing")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -248,6 +249,9 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
 
     Raises ConfigError, in one line, for the first error: source, key, the value, what is allowed.
     """
+    for key, value in flatten(raw).items() if isinstance(raw, dict) else ():
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # as in HDF5, and TOML
+            raise ConfigError(f"{source}: {key}={value}: should be below 2**63", key=key)
     try:
         return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
@@ -285,7 +289,7 @@ def _explain(
     model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
 ) -> tuple[str, str]:
     """Return the whole key of an error, "" if it has none, and the text of the error."""
-    path = [*above, *map(str, problem["loc"])]
+    path = [*above, *(str(part) or '""' for part in problem["loc"])]
     key, value, context = ".".join(path), problem["input"], problem.get("ctx", {})
     kind = problem["type"]
     if kind == "within":

@@ -211,7 +211,10 @@ def read_toml(path: Path | str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+        what = (
+            "is an HDF5 file, not TOML" if b"\x89HDF" in error.object else f"is not TOML: {error}"
+        )
+        raise ConfigError(f"{path}: {what}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
     except RecursionError:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from textwrap import dedent
 
@@ -20,6 +21,7 @@ from studies import kill_all, start
 from training import ROOT, environment, ran
 
 from cpdhpc.config import ConfigError, UserError, dump_toml, merge
+from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.command_job import RunMetric, filled
 from cpdhpc.lab.kinds.command_runs import RunFailed, numbers, taken
 from cpdhpc.lab.report.compare import compare
@@ -738,3 +740,25 @@ def test_the_example_runs(tmp_path: Path, run: Run) -> None:
     assert status == 0, shown
     status, shown = run("report", tmp_path / "out")
     assert status == 0 and "Metric step" in shown and "Metric wall_s" in shown
+
+
+def test_of_many_starts_at_one_moment_one_measures(tmp_path: Path) -> None:
+    """The programs are slow, so that the others begin before they end."""
+    ran_by, context = tmp_path / "ran", get_context("fork")
+    argv = ["sh", "-c", f"echo value 1; echo $0 >>{ran_by}; sleep 0.1", "{n}"]
+    folder = Folder(tmp_path / "x")
+    folder.prepare(load_study(study_file(tmp_path, command={"argv": argv})))
+    together = context.Barrier(8)
+
+    def start() -> None:
+        together.wait()
+        sys.exit(main(["programs", str(folder.path), "0"]))
+
+    starts = [context.Process(target=start) for _ in range(together.parties)]
+    for each in starts:
+        each.start()
+    for each in starts:
+        each.join()
+    assert sorted(each.exitcode for each in starts) == [0, *[2] * 7]
+    assert sorted(ran_by.read_text().split()) == [*"1" * 8, *"2" * 8]  # 2 visits: 2 warm-ups, 6
+    assert not folder.lock_file(0).exists()

@@ -88,6 +88,12 @@ def test_a_reference_has_tolerances_by_case(before: Path, tmp_path: Path, capsys
     assert "2 of 60 points slower: " in capsys.readouterr().out
     assert main(["report", str(after), *options, "--tolerance", "0.5"]) == 0
     table = compare_report(compare(*map(load_study_file, (before, after)), load_reference(file)))
+    (held,) = [
+        row
+        for row in table.sections[0].tables[0].rows
+        if row[-2] == "50.0" and not row[-3].startswith("-")
+    ]
+    assert held[-1] == "no change beyond interval and tolerance"
     assert {row[-2] for row in table.sections[0].tables[0].rows} == {"2.00", "50.0"}
     for text, says in {
         "tolerance = -1": "tolerance=-1",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from every import every
 
+from cpdhpc import store
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import LowBit
 from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, read_toml, validate
@@ -38,6 +39,13 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_a_file_of_hdf5_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "study.h5"
+    store.write(path, {}, {})
+    with pytest.raises(ConfigError, match=r"study\.h5: is an HDF5 file, not TOML$"):
+        read_toml(path)
+
+
 def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(b"\xef\xbb\xbfx = 3\n")  # as editors of Windows write it
@@ -55,12 +63,19 @@ IN_ROW = "gradient={aggregator='none', algorithm='auto', machine='x'}"
         ("[trian]\nepochs = 3", "unknown key trian: did you mean train?"),
         ("[train]\nxyz = 3", "unknown key train.xyz: known are autocast, batch, bucket_mib"),
         ("[train]\nepochs = '3'", "train.epochs='3': should be a valid integer"),
+        ("'' = 3", 'unknown key "": known are '),
+        ("[train]\n'' = 3", 'unknown key train."": known are '),
+        (f"[train]\nepochs = {2**63}", f"train.epochs={2**63}: should be below 2**63"),
         ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),
         ("[train]\nepochs = true", "train.epochs=true: should be a valid integer"),
         ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
         ("[train]\nlearning_rate = inf", "train.learning_rate=inf: should be a finite number"),
         ("[schedule]\nwarmup_epochs=inf", "schedule.warmup_epochs=inf: should be a finite number"),
         ("train = 3", "train=3: should be a table"),
+        (
+            "train = 3\n[[compare]]\nname='a'\ntrain={batch=4}",
+            "job.toml: train=3: should be a table",
+        ),
         ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
         ("[schedule]\ndecay = 'step'", "schedule.decay='step': needs milestones"),
         ("[schedule]\ndecay = 'step'\nmilestones = [-1, 2]", "schedule.milestones.0=-1: should be"),

@@ -78,6 +78,10 @@ def test_a_point_that_came_later_has_no_value_before(tmp_path: Path) -> None:
         file.attrs["date"], file.attrs["name"] = "2026-11-02T10:00:00+00:00", "demo"
     rows = history_report(load_history([first, later])).tables[0].rows
     assert len(rows) == 60 and sum(row[1] == "-" or not row[1].strip() for row in rows) == 20, rows
+    (chart,) = history_report(load_history([first, later])).charts
+    (panel,) = chart.panels
+    assert len(panel.series) == 11 and all(list(each.x) == [0.0, 1.0] for each in panel.series)
+    assert chart.notes[0] == "Time of each point over that of the first file that has the point."
 
 
 @every(
@@ -127,6 +131,16 @@ def test_a_library_keeps_by_system_and_date(tmp_path: Path, capsys: Any) -> None
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
     for day in (1, 2):
         made(tmp_path, day)
+    for path in [*tmp_path.glob("*.h5")]:  # folders of studies
+        folder = path.with_suffix("")
+        (folder / "cases").mkdir(parents=True)
+        path.rename(folder / "study.h5")
+        (folder / "cases" / "a.h5").write_bytes(b"no study")
+    assert main(["report", *map(str, tmp_path.glob("day-*")), "--history", "time"]) == 0
+    capsys.readouterr()
+    for path in tmp_path.glob("*/study.h5"):
+        path.rename(path.parent.with_suffix(".h5"))
+        (path.parent / "cases" / "a.h5").unlink()
     page, picture = tmp_path / "h.html", tmp_path / "h.png"
     given = ["report", str(tmp_path), "--history", "time", "--html", str(page)]
     assert main([*given, "--png", str(picture)]) == 0

@@ -95,6 +95,8 @@ def test_where_there_are_no_locks_the_claim_decides(
     with pytest.raises(ClaimError, match=r"on elsewhere, Slurm job 6, since .* remove the file"):
         claim(tmp_path)
     assert (tmp_path / ".a.lock").exists()
+    with alone(tmp_path / ".a.lock", "batch", print, doubted=False):
+        pass
 
 
 def test_a_full_disk_is_seen_before_the_first_step(tmp_path: Path) -> None:
@@ -108,11 +110,23 @@ def test_a_full_disk_is_seen_before_the_first_step(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_there_are_refused_unless_resumed(tmp_path: Path) -> None:
+def test_files_that_are_there_are_refused_unless_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "b.h5").write_text("")
     with pytest.raises(UserError, match=r"b\.h5: is there already: --resume goes on from it"):
         claim(tmp_path)
     claim(tmp_path, resume=True)
+    (tmp_path / "b.h5").unlink()
+
+    def ended(path: Path, *_: object) -> ExitStack:
+        (tmp_path / "a.h5").write_text("")  # another run has made it, and given its lock back
+        return ExitStack()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cpdhpc.lab.train.checkpoint.alone", ended)
+        with pytest.raises(UserError, match=r"a\.h5: is there already"):
+            claim(tmp_path)
     (tmp_path / "wall").write_text("")
     with pytest.raises(UserError, match=r"wall/x: cannot be made: Not a directory"):
         claim(tmp_path / "wall" / "x")

@@ -1,6 +1,7 @@
 """Reports on training runs: what the table says, the figures, one page by itself."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 from math import nan
 from pathlib import Path
@@ -10,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from rich.console import Console
+from synthetic_study import write_study
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
@@ -124,6 +126,13 @@ def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
     assert named == {"float32", "tile", "aps", "Pareto front"}
     titles = [panel.title for panel in chart.panels]
     assert titles[0].startswith("accuracy against bits sent") and titles[-1] == "loss over epochs"
+
+
+def test_a_single_point_has_no_pareto_front(directory: Path) -> None:
+    runs = load([directory / "aps-s0.h5"]).runs
+    for chart in runs_report(runs, run_groups(runs)).charts:
+        assert all(each.label != "Pareto front" for p in chart.panels for each in p.series)
+        assert "Pareto" not in " ".join(chart.notes)
 
 
 def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
@@ -248,6 +257,69 @@ def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
     report([directory / "aps-s1.h5"], WIDE)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" aps ")]
     assert "±" not in row
+
+
+def test_a_run_that_is_named_twice_counts_once(directory: Path, tmp_path: Path) -> None:
+    """By its folder and its file, as a link, as a copy."""
+    copy, link, first = tmp_path / "copy.h5", tmp_path / "link.h5", directory / "aps-s0.h5"
+    copy.write_bytes(first.read_bytes())
+    link.symlink_to(first)
+    loaded = load([directory, directory, first, copy, link])
+    assert len(loaded.runs) == 7
+    assert [len(each.runs) for each in run_groups(loaded.runs)] == [2, 2, 2]
+
+
+def test_two_runs_of_one_name_and_seed_are_refused(directory: Path, tmp_path: Path) -> None:
+    """As they would count as two seeds; and two numbers of processes send different bytes."""
+    job = small_job(name="aps", gradient=ROWS["aps"], train={"seeds": [0]})
+    run_job(job, Loopback(2), tmp_path)  # on another date
+    both = f"{tmp_path}/aps-s0.h5 and {directory}/aps-s0.h5 are both aps of seed 0, but differ"
+    with pytest.raises(UserError, match=re.escape(both)):
+        report([directory, tmp_path], WIDE)
+    first, other = load([directory / "aps-s0.h5", directory / "aps-s1.h5"]).runs
+    with pytest.raises(UserError, match="are both aps, but differ in processes"):
+        run_groups([first, replace(other, attributes={**other.attributes, "processes": 2})])
+
+
+def test_a_folder_without_anything_is_named(directory: Path, tmp_path: Path, capsys: Any) -> None:
+    assert report([directory, tmp_path], WIDE) == 1
+    says = f"{tmp_path}: nothing that report shows: it is empty"
+    shown = capsys.readouterr()
+    assert says in shown.out and says in shown.err
+
+
+def test_a_study_and_trainings_of_one_folder_are_both_shown(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for path in directory.glob("*-s0.h5"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    write_study(tmp_path / "study.h5", ranks=(2, 4), sizes=(64,))
+    loaded = load([tmp_path])
+    assert len(loaded.studies) == 1 and len(loaded.runs) == 3
+    (tmp_path / "study.h5").rename(tmp_path / "study.toml")
+    with pytest.raises(UserError, match=r"the study has no study\.h5 yet"):
+        load([tmp_path])
+
+
+def test_a_method_without_a_complete_run_is_a_row_and_a_note(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    runs = load([directory]).runs
+    lost = [replace(run, attributes={**run.attributes, "status": "diverged"})
+            if run.name == "aps" else run for run in runs]  # fmt: skip
+    found = runs_report(lost, run_groups(lost))
+    (table,) = found.sections[0].tables
+    assert [f"{row[0]} {row[1]}" for row in table.rows] == [
+        "float32 2",
+        "tile 2 of 3",
+        "aps 0 of 2",
+    ]
+    assert "aps & 0 of 2 & -" in table.latex() and re.search("^aps,0,", table.csv(), re.MULTILINE)
+    note = "Not drawn: aps: no run is complete."
+    assert note in overview(found.charts).notes and all(note in c.notes for c in found.charts)
+    assert not any(
+        "Not drawn" in " ".join(c.notes) for c in runs_report(runs, run_groups(runs)).charts
+    )
 
 
 def refused(path: Path, says: str) -> None:

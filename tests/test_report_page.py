@@ -24,8 +24,8 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.report import ROWS as FIRST
 from cpdhpc.lab.commands.report import Outputs, page, report, show
 from cpdhpc.lab.report.figures import draw
-from cpdhpc.lab.report.points import seed_groups
-from cpdhpc.lab.report.scaling import Choice
+from cpdhpc.lab.report.points import SeedGroup, seed_groups
+from cpdhpc.lab.report.scaling import Choice, chosen
 from cpdhpc.lab.report.tables import Column, Report, Section, tabulate
 from cpdhpc.lab.study.report import study_report
 from cpdhpc.lab.study_data.study_file import ReportError, StudyFile, load_study_file
@@ -278,6 +278,20 @@ def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) 
         assert all(len(set(each.x)) == len(each.x) for each in panel.series)
     if name == "a word along x":
         draw(chart).draw_without_rendering()
+
+
+def test_a_figure_says_what_else_differs_between_series(two_shapes: StudyFile) -> None:
+    """Values of 8 and 4 bits go by the ring, raw ones by MPI."""
+    of = {"raw": "mpi", "e4m3": "ring", "e3m0": "ring"}
+    every = seed_groups(two_shapes)
+    groups = [g for g in every if g.factors["algorithm"] == of[str(g.factors["wire"])]]
+
+    def notes(some: list[SeedGroup], *by: str) -> list[str]:
+        (chart,) = chosen(two_shapes, some, Choice("ranks", by=by, panel=("size_bytes",))).charts
+        return [each for each in chart.notes if each.startswith("Algorithm")]
+
+    assert notes(groups, "wire") == ["Algorithm: mpi for raw; ring for e4m3, e3m0."]
+    assert notes(groups, "wire", "algorithm") == notes(every, "wire") == []
 
 
 def test_a_choice_of_figures_that_nothing_shows_is_refused(allreduce: Path) -> None:

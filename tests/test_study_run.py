@@ -114,24 +114,37 @@ def test_where_no_log_can_be_opened(
 def test_a_failing_batch_does_not_stop_the_others(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A case of the first batch cannot be written: a directory is in its place.
+    """The claim of the first batch cannot be written: a directory is in its place.
 
     And killed launchers have had the numbers that these will have.
     """
     leave_sessions(tmp_path, monkeypatch)
     path, folder = study_file(tmp_path), Folder(tmp_path / "out")
     case = expand(small_study(tmp_path)).cases[0]
-    folder.case_file(case).mkdir(parents=True)
+    folder.claim_file(0).mkdir(parents=True)
     status, shown = run("study", "run", path, "--out", folder.path)
     assert status == 1, shown
     assert "batch 0: status 2, " in shown and "batch 1: " not in shown
     assert f"batch 0: {case.id}: not measured" in shown
-    assert f"\ncpdhpc: error: {folder.case_file(case)}: cannot be written" in shown
-    assert f"{case.id}.h5: cannot be written" in folder.log_file(0).read_text()
+    assert f"\ncpdhpc: error: {folder.claim_file(0)}: cannot be written" in shown
+    assert f"{folder.claim_file(0)}: cannot be written" in folder.log_file(0).read_text()
     assert [each.ranks for each in expand(folder.study()).cases if folder.finished(each)][-2:] == [
         2,
         2,
     ]
+
+
+def test_a_directory_in_place_of_a_case_fails_that_case_alone(tmp_path: Path, run: Run) -> None:
+    path, folder = study_file(tmp_path, sweep={"ranks": [1]}), Folder(tmp_path / "out")
+    first, other = expand(small_study(tmp_path, sweep={"ranks": [1]})).cases
+    folder.case_file(first).mkdir(parents=True)
+    status, shown = run("study", "run", path, "--out", folder.path)
+    says = f"FolderError: {first.id}.h5: is a directory: remove this directory, then study resume"
+    assert status == 1 and f"batch 0: {first.id}: {says}\n" in shown
+    assert f"left out: {first.id}.h5: " in shown and "measures it again" not in shown
+    assert folder.finished(other)
+    folder.case_file(first).rmdir()
+    assert run("study", "resume", folder.path)[0] == 0
 
 
 def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path, run: Run) -> None:

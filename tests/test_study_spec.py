@@ -238,6 +238,13 @@ ERRORS = {
     "sweep.size_bytes='4kB': 4kB: must be a number, with one of B": {
         "sweep": {"size_bytes": ["4kB"]}
     },
+    "sweep.size_bytes='': must be a number, with one of B": {"sweep": {"size_bytes": [""]}},
+    "sweep.'': unknown factor of kind allreduce": {"sweep": {"": [1]}},
+    "measure.max_time_s=1e+300: should be less than or equal to 1000000000": {
+        "measure": {"max_time_s": 1e300}
+    },
+    "run.batch_time_s=1e+300: should be less": {"run": {"batch_time_s": 1e300}},
+    "run.case_time_s=1e+300: should be less": {"run": {"case_time_s": 1e300}},
     "sweep.size_bytes=6: should be a positive multiple of 4 bytes": {"sweep": {"size_bytes": [6]}},
     "sweep: nodes and ranks: give one of them": {"sweep": {"nodes": [1]}},
     "zip 1: lists should be of one length: wire has 1, accumulate has 2": {
@@ -335,6 +342,9 @@ def test_an_empty_sweep_and_what_is_missing(tmp_path: Path) -> None:
     path.write_text("kind = 'train'\n[train]\njob = 'gone.toml'\n[sweep]\nseed = 1\n")
     with pytest.raises(ConfigError, match=r"gone.toml: cannot be read: No such file"):
         load_study(path)
+    path.write_text("kind = 'train'\n[job]\ntrain = 3\n[sweep]\nranks = [1, 2]\n")
+    with pytest.raises(ConfigError, match="nothing to measure: job: train=3: should be a table"):
+        expand(load_study(path))
 
 
 def test_constraints_know_no_more_than_factors() -> None:

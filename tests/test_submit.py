@@ -346,7 +346,10 @@ def test_a_damaged_file_is_no_failed_job(fake_slurm: Slurm) -> None:
     for case in (first, second, third):
         FOLDER.case_file(case).write_bytes(b"damaged")
     fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("RUNNING", 0, "None")})
-    damaged = ("damaged", f"{first.id}.h5 is damaged or another case's: resume measures it again")
+    damaged = (
+        "damaged",
+        f"{first.id}.h5 is damaged or another case's: study resume measures it again",
+    )
     assert told()[:2] == [damaged, ("running", "job 10_1 RUNNING")]
     assert told()[2][0] == "damaged", "though Slurm has forgotten its job"
     fake_slurm.knows(10, "demo-1x2", {0: ("FAILED", 512, "NonZeroExitCode"), 1: ENDED})

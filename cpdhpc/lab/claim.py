@@ -109,17 +109,20 @@ class ClaimError(UserError):
 
 
 @contextmanager
-def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+def alone(
+    path: Path, what: str, say: Callable[[str], None], *, doubted: bool = True
+) -> Iterator[None]:
     """Hold a file's lock for a while; the file tells who has it, and goes at the end.
 
     The lock ends with its process, on all nodes, however that dies. Where the file system has
     none this is said, and the file alone decides: a dead process's is passed over where it was
     of this node or of this job.
     what: the command that takes it
+    doubted: without locks, whether the file of a process that may be dead counts
     Raises ClaimError where another process holds it, or no file can be written there.
     """
     try:
-        file = _take(path, what, say)
+        file = _take(path, what, say, doubted)
     except OSError as error:
         raise ClaimError(f"{path}: cannot be written: {error.strerror}") from None
     with file:
@@ -129,7 +132,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
+def _take(path: Path, what: str, say: Callable[[str], None], doubted: bool) -> TextIO:
     """Return the locked file, with the claim of this process in it."""
     claim = Claim.here()
     file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
@@ -141,11 +144,12 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
                 raise
             say(f"{path}: this file system has no locks: do not start {what} twice at a time")
             before = read_claim(path)
-            if before is not None and not claim.of_job(before) and before.alive() is not False:
+            alive = False if before is None or claim.of_job(before) else before.alive()
+            if alive or (alive is None and doubted):
                 raise ClaimError(f"{_busy(path, what)}, or remove the file if it died") from None
         if not os.fstat(file.fileno()).st_nlink:  # its holder has just removed it
             file.close()
-            return _take(path, what, say)
+            return _take(path, what, say, doubted)
         file.truncate(0)
         try:
             file.write(sealed_json(asdict(claim)))

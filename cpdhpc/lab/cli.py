@@ -36,19 +36,32 @@ else:
 TIMEOUT_S = 600.0  # of every wait for other processes
 
 
-def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
-    """Raise UserError on all processes if their options differ. Collective.
+READ = "file", "machine", "labels"  # arguments that name a file that is read
+WITHOUT_WORD = "file", "folder", "number"  # arguments with no --word before them
 
-    Paths may differ: commands compare the contents of their files.
+
+def _shown(name: str, value: object) -> str:
+    """Return a value as it is compared: of files that are read the name, as each node may have one.
+
+    Commands compare their contents.
     """
-    given = {k: repr(v) for k, v in vars(arguments).items() if not isinstance(v, Path | Command)}
+    if not isinstance(value, Path):
+        return repr(value)
+    return value.name if name in READ else str(value)
+
+
+def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
+    """Raise UserError on all processes if their arguments differ. Collective."""
+    every = vars(arguments).items()
+    given = {name: _shown(name, value) for name, value in every if not isinstance(value, Command)}
     everyone = world.gather(given, "arguments")
     for process, other in enumerate(everyone):
         for name in sorted(everyone[0].keys() | other.keys()):
             first, own = everyone[0].get(name), other.get(name)
             if own != first:
+                words = name.upper() if name in WITHOUT_WORD else f"--{name.replace('_', '-')}"
                 raise UserError(
-                    f"--{name.replace('_', '-')}: {first} on process 0, {own} on process "
+                    f"{words}: {first} on process 0, {own} on process "
                     f"{process}: must be the same on all"
                 )
 

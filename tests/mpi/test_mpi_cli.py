@@ -73,6 +73,18 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
         "--set: ['seed=1'] on process 0, ['seed=2'] on process 1: must be": [
             *("train", good, "--out", out, "--set", f"seed={1 + world.process}")
         ],
+        "--out: a on process 0, b on process 1: must be the same": [
+            *("train", good, "--out", "ab"[world.process])
+        ],
+        "FOLDER: a on process 0, b on process 1: must be the same": [
+            *("batch", "ab"[world.process], "0")
+        ],
+        "FILE: a.toml on process 0, b.toml on process 1: must be the same": [
+            *("train", f"{'ab'[world.process]}.toml")
+        ],
+        "--trace: x.gz on process 0, None on process 1: must be the same": [
+            *("info", *["--trace", "x.gz"] * (world.process == 0))
+        ],
         "good-s0: iteration 2: allreduce: NaN or infinity in '3.weight' on rank 1": [
             *("train", good, "--out", str(tmp_path / "poison"))
         ],

@@ -264,7 +264,7 @@ def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
         measure_batch(world, shared / "nothing", 0)
     with pytest.raises(PlacementError, match="asked for were"):
         measure_batch(world, folder.path, 0, nodes=world.processes + 1, ppn=1)
-    blocked = folder.case_file(expand(folder.study()).cases[0])
+    blocked = folder.claim_file(0)
     if world.process == 0:
         blocked.mkdir()
     world.barrier()

@@ -76,8 +76,8 @@ class Loaded:
 def load(paths: Sequence[Path]) -> Loaded:
     """Return the contents of files; an unreadable one is named, and the others are read.
 
-    A directory stands for the study file in it, else for all records in it. Raises UserError if
-    nothing can be read.
+    A directory stands for the study file and all records in it. Raises UserError if nothing can
+    be read.
     """
     studies, runs, errors = list[StudyFile](), list[trainings.TrainingRun](), list[UserError]()
     others: list[Report] = []
@@ -87,6 +87,7 @@ def load(paths: Sequence[Path]) -> Loaded:
         except UserError as error:
             errors.append(error)
             continue
+        before = len(studies) + len(runs) + len(others) + len(errors)
         for file in files:
             try:
                 if file.is_file() and file.suffix != ".h5" and not other_files.is_hdf5(file):
@@ -104,24 +105,20 @@ def load(paths: Sequence[Path]) -> Loaded:
                     raise ReportError(f"{file}: {other_files.of_file(file)}")
             except UserError as error:
                 errors.append(error)
+        if len(studies) + len(runs) + len(others) + len(errors) == before:
+            held = other_files.of_folder(path)
+            errors.append(ReportError(f"{path}: nothing that report shows: {held}"))
     if not studies and not runs and not others:
-        if errors:
-            raise errors[0]
-        held = [
-            f"{path}: nothing that report shows: {other_files.of_folder(path)}" for path in paths
-        ]
-        raise ReportError("; ".join(held))
-    by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
+        raise errors[0]
+    by_age = sorted(trainings.without_copies(runs), key=lambda run: str(run.attributes["date"]))
     return Loaded(studies, by_age, list(map(str, errors)), others)
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the study file of a directory, or all its records. Raises ReportError."""
+    """Return the study file and the records of a directory. Raises ReportError."""
     folder = Folder(directory)
-    if folder.study_file.exists():
-        return [folder.study_file]
     files = [file for file in sorted(directory.glob("*.h5")) if not file.name.startswith(".")]
-    if not files and folder.study_toml.exists():
+    if folder.study_toml.exists() and not folder.study_file.exists():
         count = sum(not file.name.startswith(".") for file in folder.cases.glob("*.h5"))
         collect = (
             f", but {units.count(count, 'file')} of cases: `study collect {directory}` makes one"
@@ -341,7 +338,7 @@ def history(
     """
     outputs.check()
     check_place(png)
-    shown = history_report(load_history(paths), metric)
+    shown = history_report(load_history([_of_folder(path) for path in paths]), metric)
     if png is not None:
         _draw(shown.charts[0], png)
     return outputs.give([shown], png=png)
@@ -362,10 +359,16 @@ def keep(paths: Sequence[Path], library: Path) -> None:
 
 
 def _study(path: Path) -> StudyFile:
-    loaded = load([path])
+    loaded = load([_of_folder(path)])
     if len(loaded.studies) != 1 or loaded.runs or loaded.others:
         raise ReportError(f"--compare: {path}: must be a study")
     return loaded.studies[0]
+
+
+def _of_folder(path: Path) -> Path:
+    """Return the study file in the folder of a study, any other path unchanged."""
+    file = Folder(path).study_file
+    return file if file.exists() else path
 
 
 def check_place(path: Path | None) -> None:

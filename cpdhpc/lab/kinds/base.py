@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field, model_validator
 
-from ...config import Above0, Positive, Raw, Section, Whole, merge
+from ...config import Above0, Positive, Raw, Seconds, Section, Whole, merge
 from ..report import tables
 from ..report.points import Facets, SeedGroup
 from ..study_data import Array, Case, Factor, Factors, Outcomes, Result, Value
@@ -43,7 +43,7 @@ class Measure(Section):
     max_repeats: Positive = 50
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     relative: Above0 = 0.05
-    max_time_s: Above0 = 20.0
+    max_time_s: Seconds = 20.0
     interleave: Positive = 16
     seed: Whole = 0
 

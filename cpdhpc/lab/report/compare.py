@@ -218,7 +218,7 @@ LOOKS: dict[Verdict, tuple[str, Style]] = {  # in words, and in the figure
     "slower": ("slower", Style("#b3204d", ">")),
     "faster": ("faster", Style("#63b8ee", "<")),
     "unknown": ("no interval: too few repeats", Style("#000000", "x")),
-    "alike": ("no change beyond the intervals", Style("#b9bec5", "o")),
+    "alike": ("no change beyond interval and tolerance", Style("#b9bec5", "o")),
 }
 NOT_JUDGED = "shown only"
 

@@ -802,10 +802,11 @@ def _against(
         low, high = [each.scores.min()], [each.scores.max()]
         reach = ([each.times_s.min()], [each.times_s.max()]) if bars else (None, None)
         series.append(Series(each.name, each.style, [cost], [mean], low, high, "none", *reach))
-    front = pareto(costs, measure.gains(means))
-    along, best = [costs[i] for i in front], [means[i] for i in front]
-    along, best = [*along, max(costs)], [*best, best[-1]]
-    series.append(Series("Pareto front", FRONT, along, best, join="steps"))
+    if len(group) > 1:
+        front = pareto(costs, measure.gains(means))
+        along, best = [costs[i] for i in front], [means[i] for i in front]
+        along, best = [*along, max(costs)], [*best, best[-1]]
+        series.append(Series("Pareto front", FRONT, along, best, join="steps"))
     return Panel(title, x, measure.axis(), series, top=top)
 
 

@@ -207,13 +207,16 @@ def _chart(
     unit: str,
 ) -> Chart:
     """Return the figure: each point by its first value, so that all have one axis."""
-    chosen = sorted(shown, key=lambda name: -_most(shown[name]))[:MOST]
+    several = [n for n in shown if sum(not isnan(s.value.value) for s in shown[n]) > 1] or shown
+    chosen = sorted(several, key=lambda name: -_most(shown[name]))[:MOST]
     look = styles(shown)
     series = [_series(name, shown[name], look[name]) for name in shown if name in chosen]
     ends = [value for each in series for value in (*each.y, *(each.high or [])) if value > 0]
     left = len(shown) - len(chosen)
-    notes = [f"Each point by its first file: {metric} over that of {heads[0]}."]
-    notes += [f"The {MOST} points that changed most; {left} more are in the table."] * bool(left)
+    notes = [f"{metric.capitalize()} of each point over that of the first file that has the point."]
+    notes += [f"The {len(chosen)} points that changed most; {left} more are in the table."] * bool(
+        left
+    )
     return Chart(
         "history",
         f"{files[-1].name}: {metric} over days and commits",

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from ...config import ConfigError, parse_bytes, suggest
-from ..study_data import SHAPE, Factors, Value
+from ..study_data import SHAPE, Factors, Value, grouped
 from ..study_data.study_file import OUTCOMES, ReportError, StudyFile
 from . import units
 from .figures import BOUND, IDEAL, Axis, Chart, Join, Scale, Series, Style, panels_with, spread
@@ -28,6 +28,7 @@ from .points import (
     heading,
     in_order,
     is_number,
+    label,
     of_factors,
     said,
     side_by_side,
@@ -417,6 +418,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     notes = [f"Medians of {of}{f'; bars: {file.percent} CI' * bars}."]
     if choice.y in OUTCOMES and choice.y not in file.metrics:  # counted, without an interval
         notes = ["Means over seeds."] * any(len(group.points) > 1 for group in there)
+    notes += _further(layout, there)
     join: Join = "none" if names else "guide" if x in SHAPE else "line"
     series = {}
     for title, lines in panels.lines.items():
@@ -433,6 +435,19 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
         panels.columns,
     )
     return Section("Chosen", charts=[chart])
+
+
+def _further(layout: Facets, groups: Sequence[SeedGroup]) -> list[str]:
+    """Return a note for each word that is not in the names of series, but that these decide."""
+    of, notes = [group.factors for group in groups], []
+    lines = grouped(of, lambda factors: label(factors, layout.lines))
+    for name in varying(of, {*SHAPE, *layout.panels, *layout.lines}):
+        words = {line: str(some[0].get(name, "")) for line, some in lines.items()}
+        by_word = grouped(words, words.__getitem__).items()
+        told = [f"{word} for {', '.join(some)}" for word, some in by_word if word]
+        if len(told) > 1 and not is_number(name, of) and decided(name, layout.lines, of):
+            notes.append(f"{heading(name).capitalize()}: {'; '.join(told)}.")
+    return notes
 
 
 def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Facets:

@@ -5,9 +5,11 @@ Source of the last: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from math import isnan, nan
 from operator import itemgetter
 from pathlib import Path
@@ -143,6 +145,7 @@ NEEDED = {  # of a record, which a damaged one may lack
     "epochs": ("epoch", "test_loss", "time_s"),
     "layers": ("layer", "iteration", "nonzero"),
 }
+PROCESSES = "processes"  # attribute: of their number depend times and bytes
 NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
 
 
@@ -159,11 +162,19 @@ def load_run(path: Path | str) -> TrainingRun:
     return run
 
 
+def without_copies(runs: Iterable[TrainingRun]) -> list[TrainingRun]:
+    """Return runs, of those whose files have the same content the first one."""
+    first: dict[bytes, TrainingRun] = {}
+    for run in runs:
+        first.setdefault(sha256(run.path.read_bytes()).digest(), run)
+    return list(first.values())
+
+
 def run_groups(runs: Iterable[TrainingRun]) -> list[RunGroup]:
     """Return the runs grouped by name, in the order in which the names come.
 
-    Names without a complete run are left out. Raises ReportError if runs of one name differ
-    in more than the seed and what they record.
+    Names without a complete run are left out. Raises ReportError if runs of one name have the
+    same seed, or differ in more than the seed and what they record.
     """
     by_name = grouped(runs, lambda run: run.name)
     for same in by_name.values():
@@ -182,10 +193,16 @@ def _check_alike(runs: list[TrainingRun]) -> None:
         recorded = {key for text in texts for key in keys_of(text, "record")}
         recorded |= {"train.record_gradients", "train.seeds"}
         key = difference(*texts, ignored=recorded)
+        if key is None and first.attributes.get(PROCESSES) != run.attributes.get(PROCESSES):
+            key = PROCESSES
         if key is not None:
             raise ReportError(
                 f"{run.path} and {first.path} are both {run.name}, but differ in {key}"
             )
+    for seed, same in grouped(runs, lambda run: run.attributes["seed"]).items():
+        if len(same) > 1:
+            raise ReportError(f"{same[1].path} and {same[0].path} are both {same[0].name} of "
+                              f"seed {seed}, but differ: name one of them")  # fmt: skip
 
 
 def baseline(groups: Iterable[RunGroup]) -> RunGroup | None:
@@ -248,6 +265,14 @@ def runs_report(runs: Sequence[TrainingRun], groups: Sequence[RunGroup]) -> Repo
     charts += noise_charts(TITLE, steps)
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
+    shown, known = table(groups), {group.name for group in groups}
+    lost = Counter(run.name for run in runs if run.name not in known)
+    if lost:
+        cells = [units.NONE] * (len(shown.columns) - 2)
+        rows = [(name, units.Cell(f"0 of {n}", value=0), *cells) for name, n in lost.items()]
+        shown = replace(shown, rows=[*shown.rows, *rows])
+        note = f"Not drawn: {', '.join(lost)}: no run is complete."
+        charts = [replace(chart, notes=[*chart.notes, note]) for chart in charts]
     return Report(
         TITLE,
         [
@@ -256,7 +281,7 @@ def runs_report(runs: Sequence[TrainingRun], groups: Sequence[RunGroup]) -> Repo
             ("hosts", units.hosts(runs[0].attributes.get("hosts", ""))),
         ],
         [
-            Section("Training", tables=[table(groups)], charts=charts),
+            Section("Training", tables=[shown], charts=charts),
             *([Section("Rounding by layer", charts=maps)] if maps else []),
         ],
         [Listed("left out", left)] if left else [],

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from ...world.cores import own_cores
 from ...world.mpi import World, library_version
 from ...world.ranks import Loopback, Ranks
 from .. import binding
-from ..claim import Claim, read_claim
+from ..claim import Claim, alone
 from ..kinds.base import BEFORE, Calls, Measure, Measuring
 from ..kinds.place import JobRanks, Launch, environment
 from ..kinds.timing import FURTHER, BenchmarkResult, BenchPoint, interleave_ranks
@@ -150,7 +150,7 @@ def measure_batch(
     folder = Folder(path)
     mark = folder.claim_file(number)
     # First of all: a reader of the claim may send a signal, and all ranks must then catch it.
-    with catching() as caught:
+    with catching() as caught, ExitStack() as locks:
         study, batch = world.agreed(lambda: _load(folder, number))
         if study.of_kind.starts_ranks != (launch is not None):
             other = "programs" if study.of_kind.starts_ranks else "batch, on all ranks"
@@ -158,7 +158,7 @@ def measure_batch(
         if launch is None:
             prove(world, nodes or batch.nodes, ppn or batch.ppn)
             _check(world, batch)
-        cases, claim = world.on_first(lambda: _begin(folder, batch, launch))
+        cases, claim = world.on_first(lambda: _begin(folder, batch, launch, locks))
         some = cast(World, world)  # Alone has all methods that runs of programs call
         runner = _Runner(some, folder, study, cases, claim.restarts, caught, launch)
         runner.run(number)
@@ -205,14 +205,15 @@ def _cores(world: Ranks, case: Case) -> Iterator[str]:
         yield f"{cores}; {seats}" if seats else cores
 
 
-def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Case], Claim]:
-    """Return the unfinished cases, and the claim of this start."""
-    path = folder.claim_file(batch.number)
-    before = read_claim(path)
-    if before is not None and before.alive():
-        raise FolderError(
-            f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
-        )
+def _begin(
+    folder: Folder, batch: Batch, launch: Launch | None, locks: ExitStack
+) -> tuple[list[Case], Claim]:
+    """Return the unfinished cases, and the claim of this start; locks: holds the batch's lock.
+
+    Raises ClaimError if another process measures the batch.
+    """
+    what, lock = f"measurement of batch {batch.number}", folder.lock_file(batch.number)
+    locks.enter_context(alone(lock, what, print, doubted=False))  # killed jobs are submitted again
     finished = _check_same(folder, None if launch is None else machine())
     if launch is not None:
         launch.kept[BEFORE] = finished
@@ -224,7 +225,7 @@ def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Ca
         else:
             folder.failure_file(case).unlink(missing_ok=True)
             cases.append(case)
-    return cases, Claim.begin(path)
+    return cases, Claim.begin(folder.claim_file(batch.number))
 
 
 def _check_same(folder: Folder, own: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -312,6 +313,8 @@ class _Runner:
         error: Exception | None = None
         found: Measuring | None = None
         try:
+            if self.folder.case_file(case).is_dir():
+                raise FolderError(f"{case.id}.h5: is a directory: {self.folder.remedy(case)}")
             if isinstance(measure, type):
                 found = measure(self.study, case, work)
             else:

@@ -252,9 +252,8 @@ def _values(study: Study, name: str, given: Any, key: str) -> list[Value]:
 def _factor(study: Study, name: str, table: str) -> Factor:
     known = SHAPE | dict(study.factors)
     if name not in known:
-        raise ConfigError(
-            f"{table}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
-        )
+        key = f"{table}.{name or repr(name)}"
+        raise ConfigError(f"{key}: unknown factor of kind {study.kind}: {suggest(name, known)}")
     return known[name]
 
 

@@ -476,7 +476,7 @@ def find(folder: Folder, cases: list[Case]) -> FolderCases:
         try:
             results.append((case, read_result(path, case)))
         except StoreError as error:
-            rejected[path.name] = f"{error}; study resume measures it again"
+            rejected[path.name] = f"{error}; {folder.remedy(case)}"
             missing.append(case)
     foreign = dict.fromkeys(sorted(files), "is of no case of this study")
     return FolderCases(results, missing, rejected | foreign)

@@ -65,6 +65,12 @@ class Folder:
         """Return the path of the file of a case."""
         return self.cases / f"{case.id}.h5"
 
+    def remedy(self, case: Case) -> str:
+        """Return what to do if the file of a case is not its result."""
+        if self.case_file(case).is_dir():
+            return "remove this directory, then study resume"
+        return "study resume measures it again"
+
     def failure_file(self, case: Case) -> Path:
         """Return the path of the file that says why a case failed."""
         return self.cases / f"{case.id}.failed.txt"
@@ -87,6 +93,10 @@ class Folder:
     def claim_file(self, number: int) -> Path:
         """Return the path of the claim of the process that runs a batch."""
         return self.logs / f"batch-{number}.json"
+
+    def lock_file(self, number: int) -> Path:
+        """Return the path of the lock of a batch: one process at a time measures it."""
+        return self.logs / f"batch-{number}.lock"
 
     def log_file(self, number: int) -> Path:
         """Return the path of the output of a batch that runs on this machine."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import simpleeval
 from pydantic import AfterValidator, Field, model_validator
 
-from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, suggest
+from ...config import Above0, ConfigError, Name, Raw, Seconds, Section, Whole, dump_toml, suggest
 from ...formats import with_own_formats
 from ..kinds import kind_of
 from ..kinds.base import Kind, Measure
@@ -111,8 +111,8 @@ class JobBundles(Section):
     """
 
     bundle: Literal["case", "shape", "nested"] = "shape"
-    batch_time_s: Above0 = 3600.0
-    case_time_s: Above0 | None = None
+    batch_time_s: Seconds = 3600.0
+    case_time_s: Seconds | None = None
     throttle: Whole = 0
     retries: Whole = 0
 

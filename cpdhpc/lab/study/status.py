@@ -121,7 +121,7 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
         return "running", f"since {claim.started} on {claim.host}{doubt}"
     if folder.case_file(case).exists():
         name = folder.case_file(case).name
-        return "damaged", f"{name} is damaged or another case's: resume measures it again"
+        return "damaged", f"{name} is damaged or another case's: {folder.remedy(case)}"
     if claim is not None and claim.state == "running":
         return "failed", f"its batch, started {claim.started} on {claim.host}, died"
     if claim is None:

@@ -95,13 +95,13 @@ def claimed(
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from None
         for name, paths in runs.items():
+            locks.enter_context(alone(directory / f".{name}.lock", f"run of {name}", print))
             present = next((path for path in paths if path.exists()), None)
             if present and not resume:
                 raise ConfigError(
                     f"{present}: is there already: --resume goes on from it, "
                     "--out DIR writes to another directory"
                 )
-            locks.enter_context(alone(directory / f".{name}.lock", f"run of {name}", print))
 
     with ExitStack() as locks:
         world.on_first(claim, "output")

@@ -482,16 +482,19 @@ def choices() -> dict[str, list[str]]:
     return found | {f"schedule.{key}": sorted(known) for key, known in schedule.items()}
 
 
-def laid_over(base: Raw, change: Raw) -> Raw:
-    """Return a job's tables overridden by change.
+def laid_over(base: Raw, change: Raw, source: str = "job") -> Raw:
+    """Return a job's tables overridden by change; source: of both, for errors.
 
     If change selects another row of a table, keys that only the former row has are dropped: the
     width of an mlp is not a key of a lenet. See OneOf.stays. Keys that a controller in change
-    decides are dropped too.
+    decides are dropped too. Raises ConfigError if change has a table for what base has as a value.
     """
     kept = _without(base, _decided(change))
     for name, field in Job.model_fields.items():
         former, new = base.get(name), change.get(name)
+        tables = former is None or isinstance(former, dict) or name == "metrics"  # an array
+        if isinstance(new, dict) and not tables:
+            raise ConfigError(f"{source}: {name}={former!r}: should be a table")
         for one in field.metadata:
             if isinstance(one, OneOf) and isinstance(former, dict) and isinstance(new, dict):
                 kept[name] = one.stays(former, new)
@@ -577,7 +580,7 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
 
 
 def _row(raw: Raw, row: Raw, path: Path, where: str) -> Job:
-    merged = laid_over({"name": path.stem} | raw, row)
+    merged = laid_over({"name": path.stem} | raw, row, str(path))
     return read(located(_with_machine(merged, path.parent, where), path.parent), where)
 
 
