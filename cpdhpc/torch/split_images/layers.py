@@ -142,7 +142,16 @@ class _Norm(torch.autograd.Function):
         if x.numel():  # of the slope times the normalised value, and of the slope
             rate = torch.rsqrt(variance + ctx.eps)  # an argument of CUDA's kernel, like the mean
             sums = torch.ops.aten.native_batch_norm_backward(
-                in_format_of(x, slope), x, mean, mean, variance, mean, rate, False, ctx.eps, (False, True, True)
+                in_format_of(x, slope),
+                x,
+                mean,
+                mean,
+                variance,
+                mean,
+                rate,
+                False,
+                ctx.eps,
+                (False, True, True),
             )[1:]
         of_x = _of_values(ctx, slope, x, weight, torch.stack(sums)) if wanted[0] else None
         of_weight, of_bias = (
