@@ -288,14 +288,14 @@ class Operation(Work):
 
     @untraced
     def get_future(self) -> Any:
-        """Return a future of the tensors; its callbacks run in another thread."""
+        """Return a future of the tensors; callbacks run in another thread, but for ended calls."""
         with self._engine.futures:
             if self._future is not None:
                 return self._future
             self._future = CallFuture(self._path)
             finished = self.finished
         if finished:
-            self._engine.elsewhere(self._set, self._future)
+            self._set(self._future)
         else:
             self._engine.proceed(self)
         return self._future

@@ -53,12 +53,13 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether something is a tensor whose memory has its values in order."""
+    """Whether something is a tensor whose memory, which it still has, has its values in order."""
     return (
         type(x) in PLAIN
         and x.is_cpu
         and x.layout is torch.strided
         and x.is_contiguous()
+        and x.data_ptr() != 0
         and not (x.is_neg() or x.is_conj())
     )
 

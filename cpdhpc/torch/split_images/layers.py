@@ -239,7 +239,7 @@ class BatchNorm(SplitLayer):
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
             if y.requires_grad:
-                y.register_hook(partial(in_format_of, x.detach()))
+                y.register_hook(partial(in_format_of, x.detach()))  # type: ignore[no-untyped-call]
             return y
         y, found = normalised(x, self.weight, self.bias, self.eps, 1, self.plan)
         if self.training:

@@ -235,7 +235,7 @@ class ConvTranspose2d(Windowed):
         ]
         (top, left), (bottom, right) = self.box
         crop = begin[1] - left, right - end[1], begin[0] - top, bottom - end[0]
-        self.crops = [crop] if any(crop) else []
+        self.crops: list[tuple[int, ...]] = [crop] if any(crop) else []
         if any(b <= lo or hi <= a for a, b, lo, hi in zip(begin, end, *self.box, strict=True)):
             # Torch cuts before it pads, and cannot cut more than there is.
             self.crops = [tuple(max(0, n) for n in crop), tuple(min(0, n) for n in crop)]
