@@ -73,8 +73,8 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
         "--set: ['seed=1'] on process 0, ['seed=2'] on process 1: must be": [
             *("train", good, "--out", out, "--set", f"seed={1 + world.process}")
         ],
-        "--out: a on process 0, b on process 1: must be the same": [
-            *("train", good, "--out", "ab"[world.process])
+        f"--out: {out}a on process 0, {out}b on process 1: must be the same": [
+            *("train", good, "--out", out + "ab"[world.process])
         ],
         "FOLDER: a on process 0, b on process 1: must be the same": [
             *("batch", "ab"[world.process], "0")
