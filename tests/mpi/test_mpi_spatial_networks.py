@@ -169,13 +169,21 @@ FEW_CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("name", FEW_CELLS)
 def test_ranks_without_cells_take_part(world: World, name: str) -> None:
-    """Of one image: strides of a batch of one fit several orders of memory."""
+    """Of one image, contiguous: only such parts have strides that fit several orders of memory."""
     torch.manual_seed(0)
     make, size = FEW_CELLS[name]
-    model = make().double()
+    model = nn.Sequential(nn.Tanh(), make()).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(1, 4, *size, dtype=torch.float64)
+    for procs in grids(world):
+        together(world, procs, check(world, procs, model, x))
+
+
+def test_convolutions_in_channels_last(world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(6, 4, (3, 1), 1, (1, 0)).double().to(memory_format=torch.channels_last)
+    x = torch.randn(1, 6, 9, 8, dtype=torch.float64)
     for procs in grids(world):
         together(world, procs, check(world, procs, model, x))
 
