@@ -371,6 +371,18 @@ def test_any_number_of_callbacks_may_wait_for_calls() -> None:
     assert [future.wait() for future in found] == [dist.get_world_size()] * 100
 
 
+@pytest.mark.parametrize("size", [4, 300_000])
+def test_the_future_of_an_ended_call_is_done(size: int) -> None:
+    found = []
+    for early in [True, False] * 50:
+        work = dist.all_reduce(torch.ones(size), async_op=True)
+        future = work.get_future() if early else None
+        work.wait()
+        future = future or work.get_future()
+        found.append(future.done() and future.value()[0][0].item() == dist.get_world_size())
+    assert all(found)
+
+
 def test_small_calls_of_one_node_need_no_message() -> None:
     """Their words and values go through memory of the node, also many at a time."""
     channel = dist.group.WORLD.channel

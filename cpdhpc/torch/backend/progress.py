@@ -258,6 +258,8 @@ class Operation(Work):
             self._engine.drive(self, timeout.total_seconds())
         if self.error is not None:
             raise self.error
+        if self._future is not None:
+            self._future.wait()  # another thread sets it
         return True
 
     def is_completed(self) -> bool:
