@@ -459,6 +459,43 @@ def test_a_message_of_another_length_is_an_error() -> None:
                 dist.recv(torch.ones(size), 0)
 
 
+@pytest.mark.parametrize(
+    ("sent", "room"), [(8, 4), (1100, 1000), (300_000, 4), (1_000_000, 999_999)]
+)
+def test_a_long_message_leaves_the_memory_after_the_tensor(sent: int, room: int) -> None:
+    """Open MPI itself writes messages of 4 KiB or more beyond the end."""
+    rank, whole = dist.get_rank(), torch.zeros(1_000_000)
+    if rank == 0:
+        dist.send(torch.ones(sent), 1)
+        dist.send(torch.full((3,), 2.0), 1)
+    elif rank == 1:
+        with pytest.raises(RuntimeError, match=f"has {4 * sent} bytes: must have {4 * room}"):
+            dist.recv(whole[:room], 0)
+        assert not whole.any()
+        dist.recv(whole[:3], 0)
+        assert whole.sum() == 6
+
+
+def test_receives_take_messages_in_the_order_of_their_calls() -> None:
+    """Waited for in another order, from one rank and from any, of lengths that decide nothing."""
+    rank = dist.get_rank()
+    for size in (3, 3000, 300_000):
+        if rank == 0:
+            xs = [torch.full((size,), float(i)) for i in range(6)]
+            for work in [dist.isend(x, 1, tag=i % 2) for i, x in enumerate(xs)]:
+                work.wait()
+        elif rank == 1:
+            xs = [torch.zeros(size) for _ in range(6)]
+            froms = [0, None, None, 0, 0, None]
+            works = [
+                dist.irecv(x, source, tag=i % 2)
+                for i, (x, source) in enumerate(zip(xs, froms, strict=True))
+            ]
+            for work in works[::-1]:
+                work.wait()
+            assert [x[-1].item() for x in xs] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,16 @@ class Mismatch(RuntimeError):
     """Calls that differ between the ranks of a group, or one that a rank has refused."""
 
 
+class Awaited(Protocol):
+    """A receive whose message has not come."""
+
+    def precedes(self, other: Any) -> bool:
+        """Whether a message for another receive must be left to this one."""
+
+    def take(self) -> bool:
+        """Take a message if one has come."""
+
+
 class Channel:
     """A group's own communicator. Construction is collective over its members.
 
@@ -70,11 +81,14 @@ class Channel:
         self._address = self.mpi.memory.fromaddress
         # The next rank first, so that not all send to the same rank at once.
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.awaited = list[Awaited]()  # in the order of their calls
+        self._matching = threading.Lock()
         self._calls = count(1)  # whose next is atomic, so threads get different numbers
 
     def free(self) -> None:
         """Free the communicator; later messages are RuntimeError. Collective."""
         self._isend = self._irecv = gone
+        self.awaited.clear()
         self.comm.Free()
         self.board = None
 
@@ -98,6 +112,22 @@ class Channel:
         if len(memory) <= MESSAGE_BYTES:
             return [self._isend([memory, self._byte], to, tag)]
         return [self._isend([each, self._byte], to, tag) for each in cut(memory)]
+
+    def match(self) -> None:
+        """Let receives take the messages that have come, in the order of their calls."""
+        with self._matching:
+            left = list[Awaited]()
+            for each in list(self.awaited):
+                if any(other.precedes(each) for other in left) or not each.take():
+                    left.append(each)
+                else:
+                    self.awaited.remove(each)
+
+    def leave(self, receive: Awaited) -> None:
+        """Let a receive take no message any more."""
+        with self._matching:
+            if receive in self.awaited:
+                self.awaited.remove(receive)
 
     def receive(self, memory: Memory, source: int, tag: int) -> list[Any]:
         """Start to receive from a rank; return the requests."""
