@@ -101,6 +101,12 @@ class CallFuture(torch.futures.Future[Any]):
         self._callbacks += 1
         return f"{self._path}>{self._callbacks}"
 
+    def _attach(self, done: Callable[[Any], None]) -> None:
+        if self.done():  # torch would call it here and now, and it may wait for other calls
+            engine().elsewhere(done, self)
+        else:
+            super().add_done_callback(done)
+
     def then(self, callback: Callable[[Any], Any]) -> CallFuture:
         """Return the future of the result of a callback, which is called with this future."""
         path = self._next()
@@ -115,7 +121,7 @@ class CallFuture(torch.futures.Future[Any]):
             else:
                 result.set_result(value)
 
-        super().add_done_callback(done)
+        self._attach(done)
         return result
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -126,7 +132,7 @@ class CallFuture(torch.futures.Future[Any]):
             with CALLS.within(path):
                 callback(self)
 
-        super().add_done_callback(done)
+        self._attach(done)
 
 
 def untraced(function: F) -> F:
@@ -290,7 +296,7 @@ class Operation(Work):
 
     @untraced
     def get_future(self) -> Any:
-        """Return a future of the tensors; callbacks run in another thread, but for ended calls."""
+        """Return a future of the tensors; its callbacks run in another thread."""
         with self._engine.futures:
             if self._future is not None:
                 return self._future
