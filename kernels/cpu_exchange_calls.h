@@ -7,6 +7,8 @@
 // text of the call before they take anything. A stamp is the call's number, then the turn's.
 #include <atomic>
 
+#include "moves.h"
+
 namespace {
 
 const i64 SLOTS = 4, PLACES = 2, HEAD_BYTES = 128, TEXT_BYTES = 256, NOTE_ROOM = 1024;
