@@ -203,8 +203,7 @@ def _reduce_all(
 ) -> Waits:
     """Reduce all values of a tensor into out, in the memory of the node; None: give them only."""
     gives, size = portions([(0, 0, link.memory(x))]), x.nbytes
-    given = link, text, reduction, x, out, gives, VALUES_BYTES, size
-    yield from reduce_on_board(*given)
+    yield from reduce_on_board(link, text, reduction, x, out, gives, VALUES_BYTES, size)
 
 
 def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
@@ -230,8 +229,10 @@ def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> 
         gives = [placed(other, number) for other in link.others] + [placed(rank, number - 1)]
         takes = portions([placed(other, number - 1) for other in link.others])
         own = x[piece(rank, number)]
-        given = link, text, reduction, own, own, portions(gives), room, room
-        yield from reduce_on_board(*given, start=rank * room, takes=takes)
+        yield from reduce_on_board(
+            link, text, reduction, own, own, portions(gives), room, room,
+            start=rank * room, takes=takes,
+        )  # fmt: skip
 
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
@@ -381,8 +382,9 @@ def _scatter_sums(
     given = [(to, to * room, memory[a * item : b * item]) for to, (a, b) in enumerate(bounds)]
     del given[rank]
     own = x[slice(*bounds[rank])]
-    to = link, text, reduction, own, out, portions(given), room, longest
-    yield from reduce_on_board(*to, start=rank * room)
+    yield from reduce_on_board(
+        link, text, reduction, own, out, portions(given), room, longest, start=rank * room
+    )
 
 
 def reduce_scatter_uneven(
